@@ -117,7 +117,7 @@ def _engine_of(llm: LLM, other: str) -> LLMEngine:
     """The engine of an LLM. Raises SpecError for any other object.
 
     Args:
-        other: the call for an AsyncLLM. The error's text contains this call.
+        other: the call that a caller with an AsyncLLM must make. The error's text contains `other`.
     """
     if not hasattr(llm, "llm_engine"):
         raise SpecError(
@@ -133,8 +133,9 @@ def set_monitors(llm: LLM, monitors: Mapping[str, object]) -> None:
     Args:
         llm: a vllm.LLM. For an AsyncLLM, call `vllm_scope.engine.monitors.set_on_async`. For a
             server, send `PUT /v1/scope/monitors`.
-        monitors: name -> the fields of a probe with a threshold, as in JSON (docs/monitors.md).
-            These monitors replace the earlier monitors. Empty: no monitors.
+        monitors: maps a name to the fields of a probe with a threshold, as in JSON
+            (docs/monitors.md). These monitors replace the earlier monitors. An empty mapping ends
+            all monitors.
 
     Raises:
         SpecError: a monitor is not possible on this engine. The earlier monitors stay set.
@@ -156,11 +157,12 @@ def moments(llm: LLM, name: str = "moments") -> dict[tuple[str, int, str], Sums]
         name: the name that the requests gave in Moments.
 
     Returns:
-        (site, layer, label) -> sums in float64 numpy, with `count`, `mean` and `covariance`.
-        `vllm_scope.analysis.moments` makes probes from these sums.
+        A mapping of (site, layer, label) to sums in float64 numpy, with `count`, `mean` and
+        `covariance`. `vllm_scope.analysis.moments` makes probes from these sums.
 
     Raises:
-        SpecError: no row was added under this name. The text lists the names that have sums.
+        SpecError: no row was added under this name. The error's text lists the names that have
+            sums.
     """
     from vllm_scope.engine.moments import moments_of
 
@@ -206,29 +208,30 @@ def harvest(
     id.
 
     Args:
-        dataset: a Parquet, JSONL or text file, or a folder of such files. Or the name or folder of
-            a Hugging Face data set, or a `datasets.Dataset`. Or a list of texts or of token ids.
+        dataset: a Parquet, JSONL or text file, a folder of such files, the name or folder of a
+            Hugging Face data set, a `datasets.Dataset`, or a list of texts or of token ids.
         reads: at least one Read. A read's `codec` makes rows smaller on the device.
-        model: a name or folder, as for vLLM. Or an LLM, which stays open after the call.
+        model: a model's name or folder, as for vLLM, or an LLM. An LLM stays open after the call.
         out: a folder, or a URL that fsspec supports.
-        column: the column of the documents. By default `text`, `input_ids`, `token_ids` or
+        column: the column of the documents, by default `text`, `input_ids`, `token_ids` or
             `tokens`.
-        id_column: the column of the ids. All documents must have different ids. None: an id
-            consists of the data set's fingerprint and the document's row number in the data set.
+        id_column: the column of the ids. All documents must have different ids. If `id_column` is
+            None, an id consists of the data set's fingerprint and the document's row number in the
+            data set.
         split, config: the split and the configuration of a Hugging Face data set.
-        long: the treatment of documents that are longer than a context: "truncate", "split" or
-            "pack". "pack" fills every context with documents, one after another.
-        context: the largest number of tokens of a context. None: max_model_len - 1.
+        long: the treatment of documents that are longer than a context ("truncate", "split" or
+            "pack"). "pack" fills every context with documents, one after another.
+        context: the largest number of tokens of a context, by default max_model_len - 1.
         file_mib, fsync, mode: options of the shards, as in docs/files.md.
-        progress: True: show a line with the rate and the remaining time.
+        progress: if True, show a line with the rate and the remaining time.
         engine: further arguments of `vllm.LLM`, such as {"dtype": "bfloat16"}.
-        engines: the number of engines, each in its own process and on its own GPUs. None: one
-            engine in this process, or with `ray` as many engines as the cluster's GPUs allow. If an
-            engine dies, a new engine replaces it. As with `multiprocessing`, a script must have its
-            main part below `if __name__ == "__main__":`.
-        ray: True: the engines are Ray actors on the cluster at RAY_ADDRESS. If RAY_ADDRESS is not
-            set, the engines are on a new cluster of this host. A text: the address of the cluster.
-            All hosts must access `out`.
+        engines: the number of engines, each in its own process and on its own GPUs. If `engines` is
+            None, there is one engine in this process, or with `ray` as many engines as the
+            cluster's GPUs allow. If an engine dies, a new engine replaces it. As with
+            `multiprocessing`, a script must have its main part below `if __name__ == "__main__":`.
+        ray: if True, the engines are Ray actors on the cluster at RAY_ADDRESS. If RAY_ADDRESS is
+            not set, the engines are on a new cluster of this host. If `ray` is a text, the text is
+            the address of the cluster. All hosts of the cluster must have access to `out`.
 
     Raises:
         ConfigError: the folder has a harvest with other settings, or there is no room for the
@@ -281,18 +284,20 @@ def stream(
     Args:
         dataset: as for `harvest`. A `datasets.Dataset` is allowed only if `model` is an LLM.
         reads: at least one Read. All reads must have the same `tokens`.
-        model: a name or a folder: the feed starts an engine in another process, and stops the
-            engine when the feed ends. Or an LLM: the feed uses the LLM on a thread of this process,
-            and the LLM stays open. Do not use the LLM before the feed has ended.
+        model: the name or folder of a model, or an LLM. With a name or folder, the feed starts an
+            engine in another process, and stops the engine when the feed ends. The feed uses an LLM
+            on a thread of this process, and the LLM stays open. Do not use the LLM before the feed
+            has ended.
         batch_size: number of rows of a batch. The last batch can have fewer rows.
-        buffer_rows: rows in shared memory, at least twice `batch_size`. Half of them are mixed.
+        buffer_rows: the number of rows in shared memory, at least twice `batch_size`. Half of these
+            rows are mixed.
         seed: at least 0. Calls with the same arguments give the same batches.
         column, split, config, long, context, engine: as for `harvest`.
 
     Raises:
-        SpecError: an argument is wrong. Errors that only the engine can find are raised at the
-            first batch: SpecError, ConfigError, FileError. If the engine has died, the error is a
-            ScopeError.
+        SpecError: an argument is wrong. Errors that only the engine can find (SpecError,
+            ConfigError or FileError) are raised at the first batch. If the engine has died, the
+            error is a ScopeError.
     """
     from vllm_scope.feeds.messages import Settings
     from vllm_scope.feeds.start import start_feed
@@ -312,14 +317,14 @@ def sweep(
 ) -> SweepTable:
     """Make one edit at each place of a grid, and measure each edit's effect on the next token.
 
-    If an exception in `on_cell` or an interrupt ends the sweep, its requests end too.
+    If an exception in `on_cell` or an interrupt ends the sweep, the sweep's requests end too.
 
     Args:
         llm: a vllm.LLM without running requests.
         prompts: a text, {"prompt_token_ids": [...]}, or a list of texts and such dicts.
         on_cell: a function that is called with each value when the value arrives, in any order.
-        progress: True: show a progress bar. "map": show the table in the notebook, with each value
-            when the value arrives. "map" needs vllm-scope[notebook].
+        progress: if True, show a progress bar. If "map", show the table in the notebook, with each
+            value when the value arrives. "map" needs vllm-scope[notebook].
         share: the part of a step's sequences and tokens that cells can take, above 0 and at most 1.
 
     Raises:
@@ -343,10 +348,10 @@ async def sweep_async(
     share: float = 0.5,
 ) -> SweepTable:
     """As `sweep`, on an AsyncLLM. The engine can serve other requests at the same time. If the call
-    is cancelled, its requests end.
+    is cancelled, the sweep's requests end.
 
-    Args, Raises: as `sweep`. While the engine has other requests, only a few cells are sent at a
-    time, and the engine has cells for `share / 5` of the time.
+    The arguments and the errors are those of `sweep`. While the engine has other requests, only a
+    few cells are sent at a time, and the engine has cells for `share / 5` of the time.
     """
     from vllm_scope.engine.frontend.sweep_runs import run_async
 

@@ -3,9 +3,9 @@
 Owns:  ScopeConfig, its defaults and its checks.
 Runs:  in the front-end (to fill in defaults) and in every worker.
 
-Promise: every option that changes the compiled graph is in this dict. The dict also has
-`graph_key`, a digest of the code of the tap. vLLM's compile-cache key includes a hash of the dict.
-Therefore an engine with taps never loads a graph that was compiled without taps.
+Promise: every option that changes the compiled graph is in `additional_config["scope"]`. This dict
+also has `graph_key`, a digest of the code of the tap. vLLM's key of the compile cache includes a
+hash of `additional_config`. Therefore an engine with taps never loads a graph that has no taps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from vllm_scope.request.sites import (
 )
 from vllm_scope.sinks.options import SinkConfig, parse_sinks
 
-#: The key of the dict in vLLM's `additional_config`.
+#: The key of this package's options in vLLM's `additional_config`.
 KEY = "scope"
 
 
@@ -51,54 +51,64 @@ class ScopeConfig(BaseModel):
         sites: the sites that can be read and edited. For each site, each layer gets a tap, even if
             no request uses the site. `ln_final` can be read and not edited.
         layers: the layers that have taps, or "all".
-        arena_mib: device memory for rows that wait for their copy to the host. None: room for three
-            times the rows of the largest step with a CUDA graph.
+        arena_mib: device memory for rows that wait for their copy to the host. If `arena_mib` is
+            None, the arena has room for three times the rows of the largest step with a CUDA graph.
         vectors_mib: device memory for the vectors of edits and probes of running requests. If this
             memory is full, a new request waits.
-        states_mib: device memory for the states of gates (Gate.state): 12 bytes for each gate with
-            a state and each token that a running request can generate. If full, a new request
-            waits.
-        monitors: an operator's probes on every request: name -> the fields of a probe with a
-            threshold (engine.monitors.parse; docs/monitors.md).
-        controller: for a server: the name of an entry point in the group `vllm_scope.controller`.
+        states_mib: device memory for the states of gates (Gate.state). A gate with a state needs 12
+            bytes for each token that its request can generate. If this memory is full, a new
+            request waits.
+        monitors: an operator's probes on every request. The option maps a name to the fields of a
+            probe with a threshold (engine.monitors.parse; docs/monitors.md).
+        controller: the name of an entry point in the group `vllm_scope.controller`, for a server.
             The entry point makes a Controller (docs/control.md).
         scores_mib: host memory of each worker for scores of tokens whose KV is in the prefix cache.
-            A request that only probes uses the cached KV of tokens with stored scores. 0: no scores
-            are stored, and such a request computes all its tokens.
-        modules: steering modules that the engine loads at start, name -> file.
-        saes: sparse autoencoders that requests can name, name -> file or folder (vllm_scope.saes).
+            A request that only probes uses the cached KV of tokens with stored scores. If
+            `scores_mib` is 0, no scores are stored, and a request that only probes computes all its
+            tokens.
+        modules: maps the name of a steering module to its file, which the engine loads at start.
+        saes: maps the name of a sparse autoencoder to its file or folder (vllm_scope.saes).
+            Requests can name these sparse autoencoders.
         saes_mib: device memory of each worker for the encoders of `saes`. If the encoders need
-            more, the engine does not start. 0: requests cannot read the strongest features.
-        saes_dtype: dtype of the encoders of `saes`. "auto": the model's dtype. "fp8": float8_e4m3fn
-            with a scale for each feature. "fp8" takes half of the memory of bf16, and more time.
-        lenses: lenses that map rows before the model's own norm and unembedding, name -> a file or
-            folder, or {"path", "sha256"} (vllm_scope.lenses).
+            more, the engine does not start. If `saes_mib` is 0, requests cannot read the strongest
+            features.
+        saes_dtype: dtype of the encoders of `saes`. "auto" is the model's dtype. "fp8" is
+            float8_e4m3fn with a scale for each feature. "fp8" takes half of the memory of bf16, and
+            more time.
+        lenses: maps the name of a lens to its file or folder, or to {"path", "sha256"}
+            (vllm_scope.lenses). Such a lens maps rows before the model's own norm and unembedding
+            are applied.
         lenses_mib: device memory of each worker for the maps of `lenses`. If the maps need more,
             the engine does not start.
         unembedding_mib: with tensor parallelism, device memory of the first rank for the other
-            ranks' parts of the unembedding. If these parts need more, the engine does not start. 0:
-            with tensor parallelism, requests cannot have a lens.
-        lens_rows: the largest number of rows to which the lenses of one request are applied. This
-            number is the number of layers times the number of selected tokens. Tokens that the
-            request can still generate count too. 0: requests cannot have a lens.
+            ranks' parts of the unembedding. If these parts need more, the engine does not start. If
+            `unembedding_mib` is 0 and the engine uses tensor parallelism, requests cannot have a
+            lens.
+        lens_rows: the largest number of rows to which the lenses of one request are applied. The
+            number of rows is the number of layers times the number of selected tokens. Tokens that
+            the request can still generate also count. If `lens_rows` is 0, requests cannot have a
+            lens.
         lens_rows_running: the same limit for all running requests together. A request that would
             exceed this limit waits. If no other request runs, the request does not wait.
         moments_mib: device memory of each worker for the sums of Moments. If a request's sums do
             not fit when the request enters, the request is refused. If the sums do not fit when the
-            request begins to run, its rows count as missing. 0: requests cannot have Moments.
+            request begins to run, its rows count as missing. If `moments_mib` is 0, requests cannot
+            have Moments.
         deliver_timeout_s: two limits in seconds. If the rows of a finished request have not arrived
-            after this time, the request is returned as incomplete. If a front-end does not read for
-            this time, a worker continues without the front-end.
-        road: the transport of rows from a worker to the front-end. "shared": shared memory. "tcp":
-            encrypted TCP. "auto": shared memory if a test at start succeeds, else TCP.
+            after `deliver_timeout_s`, the request is returned as incomplete. If a front-end does
+            not read for `deliver_timeout_s`, a worker continues without the front-end.
+        road: the transport of rows from a worker to the front-end. "shared" is shared memory. "tcp"
+            is encrypted TCP. "auto" is shared memory if a test at start succeeds, otherwise TCP.
         road_host: the address, or the name of the interface, at which the front-end listens for
-            rows over TCP. Workers must be able to reach this address. None: the address that vLLM's
-            own workers use (VLLM_HOST_IP, or else the address of the default route).
-        policies: the operator's policies that requests can name: name -> options, or a list of
-            names (`control.policy_options`).
-        sinks: sinks that reads can name, in addition to memory: name -> options (`sinks.options`).
+            rows over TCP. Workers must be able to reach this address. If `road_host` is None, the
+            front-end uses the address that vLLM's own workers use (VLLM_HOST_IP, or else the
+            address of the default route).
+        policies: the operator's policies that requests can name. The option maps a name to options,
+            or is a list of names (`control.policy_options`).
+        sinks: maps the name of a sink to its options (`sinks.options`). Reads can name these sinks,
+            in addition to `memory`.
         global_sinks: sinks in the form of `sinks`, with `reads` that are added to every request.
-        graph_key: identity of the traced code. Set by vllm-scope.
+        graph_key: identifies the code that is traced into the model's graph. Set by vllm-scope.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -181,7 +191,7 @@ class ScopeConfig(BaseModel):
 
     @staticmethod
     def parse(body: object) -> ScopeConfig:
-        """Parse the dict. Raises ConfigError, which names the wrong option."""
+        """Parse the dict. Raises a ConfigError that names the option, if an option is wrong."""
         if not isinstance(body, Mapping):
             raise ConfigError(f"additional_config['scope'] is {body!r}; it must be an object.")
         return checked(ScopeConfig, body, f"additional_config['{KEY}'].", unsaid=("graph_key",))
@@ -251,7 +261,7 @@ class ScopeConfig(BaseModel):
 
 @cache
 def graph_key() -> str:
-    """The version, and a digest of the sources that are traced into the model's graph."""
+    """The package's version, and a digest of the sources that are traced into the model's graph."""
     import vllm_scope
 
     here = Path(__file__).parent

@@ -61,7 +61,8 @@ def checked_ending(path: str | PathLike[str], *endings: str) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of another library's error. If the error has no text, the error's type."""
+    """The first line of the text of another library's error, or the error's type if the text is
+    empty."""
     details = getattr(error, "errors", None)
     text = str(error)
     if "cached snapshot folder" in text:  # Hugging Face's advice is about its own functions
@@ -69,7 +70,7 @@ def reason_of(error: Exception) -> str:
             "it is in no folder and not in Hugging Face's cache, and nothing may be downloaded "
             "(HF_HUB_OFFLINE); give a folder, or a name that is in the cache"
         )
-    if callable(details) and details():  # pydantic: the first line of its text is a count
+    if callable(details) and details():  # the first line of pydantic's text is only a count
         first = details()[0]
         where = f"{first['loc'][0]}: " if first["loc"] else ""
         text = where + str(first["msg"]).removeprefix("Value error, ")

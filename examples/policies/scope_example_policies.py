@@ -26,7 +26,7 @@ class Holding:
         self.target, self.gain, self.scale = target, gain, 0.0
 
     def observe(self, position, scores):
-        """The server calls this one time for each position that has scores, in order."""
+        """A worker calls this one time for each position that has scores, in order."""
         if self.score not in scores:
             return None
         error = self.target - scores[self.score]

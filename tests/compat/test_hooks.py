@@ -203,9 +203,9 @@ BAD = {
     "a-layer-that-is-not-there": ({"apply_hooks": [Hook(keep, [3])]}, "layers 0 to 2"),
     "what-travelled": (
         {"apply_hooks": [{"fn": {"cloudpickle": "gASV"}, "layer_indices": [0]}]},
-        "arbitrary code of this process, and do not travel",
+        "arbitrary code of this process, and a server runs none",
     ),
-    "json": ({"apply_hooks": '[{"fn": {"cloudpickle": ""}}]'}, "do not travel"),
+    "json": ({"apply_hooks": '[{"fn": {"cloudpickle": ""}}]'}, "a server runs none"),
     "a-vector-that-it-would-not-see": (
         {
             "apply_hooks": [Hook(keep, [0])],

@@ -299,15 +299,15 @@ def test_consumers_are_sinks(case):
     [
         pytest.param({"name": "filesystem", "params": {"rot": 1}}, "has 'rot'", id="unknown"),
         pytest.param(
-            {"name": "filesystem", "params": {"on_collision": "suffix"}}, "replaced by name",
+            {"name": "filesystem", "params": {"on_collision": "suffix"}}, "replaces a file of its",
             id="collision",
         ),
         pytest.param({"name": "filesystem", "instance_name": "b"}, "one instance", id="instance"),
         pytest.param(
             {"name": "filesystem", "params": {"global_hooks": {}, "default_tag": "a"}},
-            "below their root", id="a-tag-for-all",
+            "a root of their own", id="a-tag-for-all",
         ),
-        pytest.param("filesystem", r"one is \{name, params\}", id="a-word"),
+        pytest.param("filesystem", r"each must be \{name, params\}", id="a-word"),
     ],
 )  # fmt: skip
 def test_a_consumer_that_cannot_be_is_refused(consumer, words):
@@ -460,7 +460,7 @@ BAD = {
     "unknown-positions": (
         {"capture": {"filesystem": FILES | {"positions": "last"}}}, "one of last_prompt, all",
     ),
-    "a-layout": ({"capture": {"filesystem": FILES | {"layout": "packed"}}}, "is the operator's"),
+    "a-layout": ({"capture": {"filesystem": FILES | {"layout": "packed"}}}, "the operator sets it"),
     "captured-layer": (
         {"capture": {"filesystem": {"hooks": {"post_block": [7]}}}}, "layers 0 to 2",
     ),
@@ -494,7 +494,7 @@ BAD = {
         )]},
         r"^steering\[0\]\.when\.probe reads 'resid_post' 1, which comes after the edited",
     ),
-    "features": ({"sae_full_reconstruction_specs": [{}]}, "replaced by its reconstruction"),
+    "features": ({"sae_full_reconstruction_specs": [{}]}, "replace a row by its reconstruction"),
     "patches": ({"patch": [{}]}, "vllm_scope.Replace"),
     "two-modules": (
         {"steering_name": "a", "steering_module_ref": ("b", 1)}, "give one of them",

@@ -24,27 +24,29 @@ architecture the command makes a tiny random checkpoint from the configuration c
 transformers, and compares vLLM's rows with the inputs and outputs of Hugging Face's modules, in
 float32 on a CPU. The comparison covers every position of three prompts and their answers. The
 prompts are computed in chunks of 32 tokens, and a second time with a warm prefix cache. Models with
-states compute whole prompts. If no token came from the cache, the page does not say "warm cache".
-"Without latent attention" means that vLLM ran with VLLM_MLA_DISABLE=1 and custom_ops "none". On a
-CPU, vLLM's kernels for latent attention refuse float32, or return other numbers.
+states compute whole prompts at once. If some tokens came from the cache, the page says "warm
+cache". "Without latent attention" means that vLLM ran with VLLM_MLA_DISABLE=1 and custom_ops
+"none". On a CPU, vLLM's kernels for latent attention refuse float32, or return other numbers.
 `make matrix VLLM=0.30.0` tests another version of vLLM, and begins with the architectures that
-other versions verified. If this command is stopped, its next run skips the architectures that have
+other versions verified. If `make matrix` is stopped, its next run skips the architectures that have
 a result.
 
-An architecture is verified if the worst row of `embed` and `resid_post` differs by at most
-{TOLERANCE:g} of its length. Another site is verified if its rows equal, to the same bound, the
-input or output of one module of each Hugging Face layer. "Canary only" means that the source of the
-layers is not understood, but numbers prove where the stream is ([design](design.md#anatomy)), and
-`embed` and `resid_post` equal Hugging Face's rows. [Sites](sites.md) defines all sites. If a site
-cannot be tapped on a model, `vllm-scope doctor MODEL` prints the reason.
+An architecture is verified if the worst row of `embed` and `resid_post` differs from Hugging Face's
+row by at most {TOLERANCE:g} of its length. Any other site is verified if its rows equal, to the
+same bound, the input or output of one module of each Hugging Face layer. "Canary only" means that
+the source of the layers is not understood, but the numbers of a forward prove where the stream is
+([design](design.md#anatomy)), and `embed` and `resid_post` equal Hugging Face's rows.
+[Sites](sites.md) defines all sites. If a site cannot be tapped on a model,
+`vllm-scope doctor MODEL` prints the reason.
 
 For a multimodal architecture only the decoder is compared, with prompts of text and vLLM's
-`language_model_only`. Such an architecture is marked "text". The modules of multimodal
-architectures import torchvision, which the package index has for CUDA only. The test imports
-torchvision's Python part, and declares its compiled operators but never calls them
-(`tests/matrix/vision.py`). `tests/engine/test_multimodal.py` compares the rows of a sound. Tokens
-of images can be read, but no test shows that their rows are right. This page lists no architectures
-without a run. `python -m tests.matrix --pending` prints these architectures.
+`language_model_only`. In the tables, a multimodal architecture is marked "text". The modules of
+multimodal architectures import torchvision, which the package index has for CUDA only. The test
+imports torchvision's Python part, and declares torchvision's compiled operators but never calls
+these operators (`tests/matrix/vision.py`). `tests/engine/test_multimodal.py` compares the rows of a
+prompt with a sound. The rows of image tokens can be read, but no test shows that these rows are
+right. `python -m tests.matrix --pending` prints the architectures that were not run and are not on
+this page.
 """
 _UNSERVED = """vLLM 0.33.0 was not run, because no CPU build of vLLM 0.33.0 or of PyTorch 2.14 could
 be installed.
@@ -61,20 +63,22 @@ _SECTIONS: list[tuple[str, str, str]] = [
         "differs",
         "Rows differ from Hugging Face's",
         "The first gap is the difference of vLLM's log-probabilities from Hugging Face's. The "
-        "second gap is their difference from the result of Hugging Face's norm and head on vLLM's "
-        "last rows. If the second gap is small, the rows are vLLM's own, and vLLM differs.\n\n",
+        "second gap is the difference of vLLM's log-probabilities from the result of Hugging "
+        "Face's norm and head on vLLM's last rows. If the second gap is small, vLLM itself "
+        "computes other rows than Hugging Face, and the taps deliver vLLM's rows.\n\n",
     ),
     ("refused", "Served plainly, reads refused", ""),
     (
         "cannot run",
         "Not run: vLLM cannot run the tiny model here",
-        "These architectures need a GPU, another checkpoint, or a vLLM that accepts the "
-        "configuration.\n\n",
+        "The architectures in this table need a GPU, another checkpoint, or a version of vLLM that "
+        "accepts the configuration.\n\n",
     ),
     (
         "no reference",
         "Not compared: no reference",
-        "The installed transformers has no class of this name, or cannot run the tiny model.\n\n",
+        "The installed transformers has no class with the architecture's name, or cannot run the "
+        "tiny model.\n\n",
     ),
 ]
 
@@ -97,7 +101,7 @@ def page(lines: list[Line]) -> str:
         ("architecture", *versions), _by_version(lines, versions)
     )
     newest = versions[-1]
-    found += f"\nThe sections below are of vLLM {newest}.\n"
+    found += f"\nThe sections below show the results of vLLM {newest}.\n"
     for status, title, words in _SECTIONS:
         if some := _of(by_version[newest], status):
             heading, row = _SHAPES.get(status, _REASONS)
@@ -105,8 +109,9 @@ def page(lines: list[Line]) -> str:
     return found
 
 
-_BY_VERSION = """The table lists architectures that some version verified or refused, or whose rows
-differ. The newest version verified the sites after "without", and this version did not.
+_BY_VERSION = """The table lists architectures that were verified or refused with some version, or
+whose rows differ. The sites after "without" were verified with the newest version, but not with the
+version of the column.
 
 """
 

@@ -340,7 +340,8 @@ def test_answers_without_a_place_for_a_scope_say_so(path, body, stream, server):
             {"vllm_xargs": {"scope_stream": "rows"}}, "options of a scope and no 'scope'", id="none"
         ),
         pytest.param(
-            {"vllm_xargs": {"scope": "{}", "scope_tensor": "auto"}}, "there are scope_tensors",
+            {"vllm_xargs": {"scope": "{}", "scope_tensor": "auto"}},
+            "allowed with 'scope' are scope_tensors",
             id="misspelt",
         ),
         pytest.param({"vllm_xargs": {"scope": 5}}, "it must be a JSON string", id="a-number"),
@@ -349,7 +350,7 @@ def test_answers_without_a_place_for_a_scope_say_so(path, body, stream, server):
             "vllm_xargs['scope'] is {'reads': [{'site': 'embed'}]}; it must be a "
                 "string", id="an-object",
         ),
-        pytest.param(scope(Read("embed")), "stands in 'vllm_xargs'", id="beside-vllm_xargs"),
+        pytest.param(scope(Read("embed")), "must be in 'vllm_xargs'", id="beside-vllm_xargs"),
         pytest.param(
             xargs(Read("resid_post", layers=[99])), "layers 0 to 5", id="layer-99"
         ),

@@ -188,7 +188,7 @@ def test_what_has_no_room_beside_the_servers_edits_is_429_with_a_sentence(severa
             response = one._http.post("/v1/completions", json=body)
             assert response.status_code == 429, response.text
             assert "this engine has 51 vectors" in response.json()["error"]["message"]
-            assert "send it again" in response.json()["error"]["message"]
+            assert "repeat the request after" in response.json()["error"]["message"]
         with pytest.raises(CapacityError, match="with the server's edits the request takes 6"):
             client.complete(TEXT, *vectors(20, 2), max_tokens=4)
         # Others go on: those that fit, and plain ones.

@@ -276,7 +276,7 @@ BAD = {
         {"capture": {"logging": {"hooks": {"post_block": [1]}}}},
         "is 'logging'; this engine has memory, filesystem",
     ),
-    "features": ({"sae_clamp_specs": [{}]}, "it has module_name, clamps, phase, gated"),
+    "features": ({"sae_clamp_specs": [{}]}, "its fields are module_name, clamps, phase, gated"),
     "a-gates-scope": (
         {"steering": [{
             "when": {"kind": "always"}, "scope": "rest_of_conversation",

@@ -57,7 +57,7 @@ def test_sites_and_layers_are_boundaries(options, boundaries):
         pytest.param({"sites": []}, "sites is []", "at least one site", id="no-sites"),
         pytest.param({"sites": "embed"}, "sites is 'embed'", "a list", id="sites-is-a-string"),
         pytest.param({"sites": ["attn"]}, "'attn'", "embed, resid_pre", id="unknown-site"),
-        pytest.param({"sites": ["logits"]}, "'logits'", "vLLM returns them itself", id="no-site"),
+        pytest.param({"sites": ["logits"]}, "'logits'", "vLLM itself returns logits", id="no-site"),
         pytest.param({"sites": [3]}, "sites[0] is 3", "a string", id="site-is-a-number"),
         pytest.param({"layers": []}, "layers is []", "from 0, or 'all'", id="no-layers"),
         pytest.param({"layers": [-1]}, "layers is [-1]", "from 0, or 'all'", id="layer-minus-one"),

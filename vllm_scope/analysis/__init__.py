@@ -1,14 +1,14 @@
-"""Directions, probes and lenses from rows. This folder needs torch and results, and no engine.
+"""Computes directions, probes and lenses from rows. This needs torch and results, but no engine.
 
-rows.py        one row per result (pooled over positions), or one row per token
-contrast.py    steering modules from the difference of positive and negative rows
-moments.py     probes, steering modules and components from sums of rows
-probes.py      linear probes, and their files
-lens.py        the logit lens: the likeliest tokens of a row by the model's unembedding
-attention.py   attention patterns, from the rows of q and k
-cache.py       results under TransformerLens's names and shapes
-hook_names.py  TransformerLens's names of hooks
-patching.py    TransformerLens's activation patching
+rows.py        selects one row per result (pooled over positions), or one row per token
+contrast.py    computes steering modules from positive and negative rows
+moments.py     computes probes, steering modules and components from sums of rows
+probes.py      fits linear probes, and writes and reads the files of linear probes
+lens.py        the logit lens, which computes the likeliest tokens of a row by the unembedding
+attention.py   computes attention patterns from the rows of q and k
+cache.py       shows results under TransformerLens's names and shapes
+hook_names.py  TransformerLens's names of hooks, and the streams of these hooks
+patching.py    the functions of TransformerLens for activation patching
 
-Import each name from its file.
+This package exports no names. Import each name from the file that defines the name.
 """

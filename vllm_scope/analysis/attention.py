@@ -1,14 +1,15 @@
-"""Attention patterns, computed from the rows of `q` and `k`.
+"""Computes attention patterns from the rows of `q` and `k`.
 
     attention_pattern(out.scope, layer=3, heads=[0, 5])    # [2, queries, keys], float32
 
-Owns:  `attention_pattern`, and `attention_weights`, the formula.
-Runs:  anywhere, without an engine.
+Owns:  `attention_pattern`, and `attention_weights` (the formula).
+Runs:  in any process, without an engine.
 From:  results.   To: views, analysis.cache, compat.
 
-An attention kernel never stores all weights, so a tap cannot read them. `q` and `k` are the inputs
-of the kernel, after norms and rotary embedding. In each head, a query at position n - 1 has n
-weights, and its row of `q` has head_size numbers. If n is above head_size, rows are the smaller.
+An attention kernel never stores all weights. Therefore a tap cannot read the weights. `q` and `k`
+are the inputs of the kernel, after norms and rotary embedding. In each head, a query at position
+n - 1 has n weights, and its row of `q` has head_size numbers. If n is above head_size, the row has
+fewer numbers than the weights.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from vllm_scope.views.checks import numbers_of
 
 
 class Rows(Protocol):
-    """The rows of one completion: a ScopeResult, or a client's ScopeData."""
+    """The rows of one completion. ScopeResult and a client's ScopeData implement this protocol."""
 
     def __getitem__(self, stream: SiteLayer, /) -> Any: ...
     def positions(self, site: str, layer: int | None = None) -> Any: ...
@@ -39,32 +40,33 @@ def attention_pattern(
     *,
     kernel: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """The weights with which queries attend to keys: Hugging Face's `attentions[layer][0]`.
+    """The weights with which queries attend to keys, as in Hugging Face's `attentions[layer][0]`.
 
-    The request must have read `k` at all positions up to the last query, and `q` at the positions
-    of the wanted patterns: `Read("q", tokens="last"), Read("k")`. Rows from before the edits of `q`
-    and `k` give the pattern without these edits. Rows of a read with a codec give the pattern of
-    the decoded rows.
+    The request must have read `k` at all positions up to the last query. It must also have read `q`
+    at the positions of the wanted queries, such as `Read("q", tokens="last"), Read("k")`. Rows that
+    were read before the edits of `q` and `k` give the pattern without these edits. Rows of a Read
+    with a codec give the pattern of the decoded rows.
 
     Args:
         result: a ScopeResult, or the `scope` of a client's choice.
-        layer: index of the layer, from 0.
-        heads: the heads to return, in this order; None: all heads.
-        kernel: the layer's kernel as numbers: `client.info()["attention"][f"{layer}"]`. None: the
-            kernel of `result`, which must be a ScopeResult.
+        layer: the number of the layer, from 0.
+        heads: the wanted heads, in the order of the returned pattern, or None for all heads.
+        kernel: the options of the layer's attention kernel, which a client gets from
+            `client.info()["attention"][f"{layer}"]`. With None, `result` must be a ScopeResult,
+            which has these options.
 
     Returns:
-        float32 [num_heads, num_queries, num_keys], CPU. Row i is the query at
-        `result.positions("q", layer)[i]`; column j is the key at position j. The columns end with
-        the last query. A key that a query does not see has weight 0. If the attention has sinks, a
-        row sums to less than 1.
+        float32 [num_heads, num_queries, num_keys] on the CPU. Row i belongs to the query at
+        `result.positions("q", layer)[i]`, and column j to the key at position j. The last column is
+        the position of the last query. A key to which a query does not attend has the weight 0. If
+        the attention has sinks, the sum of a row is less than 1.
 
     Raises:
         KeyError: the result has no rows of `q` or of `k` at this layer.
         ScopeError: rows of keys are missing, or the kernel does more than scale, cap, mask and
             bias its scores.
-        SpecError: a head is not a whole number or not a head of the layer. Also if `kernel` is None
-            and the result has no kernel.
+        SpecError: a head is not a whole number or not a head of the layer, or `kernel` is None and
+            the result has no options of a kernel.
     """
     q, k = (_tensor(result[site, layer]).float() for site in ("q", "k"))
     if kernel is None:
@@ -100,7 +102,7 @@ def attention_pattern(
 
 
 def check_kernel(kernel: Mapping[str, Any], where: str) -> None:
-    """Raise ScopeError if q, k and the kernel's numbers do not determine a pattern."""
+    """Raise ScopeError if q, k and the kernel's options are not enough to compute a pattern."""
     if not kernel["exact"]:
         raise ScopeError(
             f"the attention of {where} does more than scale, cap, mask and bias its scores "
@@ -119,19 +121,20 @@ def attention_weights(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The softmax of cap(scale * q.k) + bias over the keys that a query sees.
+    """The softmax of cap(scale * q.k) + bias over the keys to which a query attends.
 
     Args:
-        q: [num_queries, heads, head_size].
-        k: [num_keys, heads, head_size], of the same device and dtype.
-        ahead: [num_queries, num_keys]: the key's position minus the query's position.
-        seen: bool [num_queries, num_keys].
-        logits_soft_cap: cap * tanh(score / cap); 0: no cap.
-        alibi_slopes: [heads]; slope * ahead is added to a score.
-        sinks: [heads]; one more score in each softmax, without a key.
+        q: the queries, [num_queries, heads, head_size].
+        k: the keys, [num_keys, heads, head_size], on the device and in the dtype of `q`.
+        ahead: the key's position minus the query's position, [num_queries, num_keys].
+        seen: whether the query attends to the key, as bool [num_queries, num_keys].
+        logits_soft_cap: a score becomes cap * tanh(score / cap). With 0, scores are not capped.
+        alibi_slopes: [heads]. slope * ahead is added to a score.
+        sinks: [heads]. Each softmax has one more score, which belongs to no key.
 
     Returns:
-        [heads, num_queries, num_keys], dtype of `q`; 0 for a key that a query does not see.
+        The weights, [heads, num_queries, num_keys], in the dtype of `q`. A weight is 0 if the query
+        does not attend to the key.
     """
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     if logits_soft_cap > 0:
@@ -159,8 +162,8 @@ def _kernel_of(result: Rows, layer: int) -> Mapping[str, Any]:
 
 
 def _tensor(rows: object) -> Tensor:
-    """The rows as a tensor. A read-only array (from HTTP) is copied, because torch warns about
-    read-only arrays."""
+    """Return the rows as a tensor. A read-only array (from HTTP) is copied, because torch warns
+    about read-only arrays."""
     if isinstance(rows, np.ndarray) and not rows.flags.writeable:
         rows = rows.copy()
     return torch.as_tensor(rows)

@@ -1,12 +1,15 @@
-"""Results under TransformerLens's names and shapes.
+"""Shows results under TransformerLens's names and shapes.
 
-Owns:  ActivationCache: `blocks.3.hook_resid_post` -> [batch, pos, d_model],
-       `blocks.3.attn.hook_z` -> [batch, pos, head, d_head].
+    cache["blocks.3.hook_resid_post"]    # [batch, pos, d_model]
+    cache["blocks.3.attn.hook_z"]        # [batch, pos, head, d_head]
+
+Owns:  ActivationCache.
 From:  results.   To: notebooks that were written for TransformerLens.
 
-Promise: index p of the pos dimension is position p. If a result lacks a position, it is refused. A
-name means the same as in TransformerLens, with one exception: here `hook_embed` is the input of
-layer 0, with positions and scaling. It equals `blocks.0.hook_resid_pre`.
+Promise: index p of the pos dimension is position p. The cache refuses a result that lacks a
+position. With one exception, a name means the same as in TransformerLens. The exception is
+`hook_embed`, which is here the input of layer 0, with position embeddings and scaling. This input
+equals `blocks.0.hook_resid_pre`.
 """
 
 from __future__ import annotations
@@ -22,37 +25,39 @@ from vllm_scope.analysis.rows import Result, check_complete
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import SiteLayer
 
-#: Components of the stream that `decompose_resid` returns.
+#: The components of the residual stream that `decompose_resid` returns.
 _Mode = Literal["all", "attn", "mlp"]
 
 
 class ActivationCache(Mapping[str, Tensor]):
-    """A mapping of hook names to activations: [batch, pos, d_model], or
-    [batch, pos, head, d_head] for sites inside the attention.
+    """Maps hook names to activations of the shape [batch, pos, d_model].
 
-    A layer's `resid_post` is the next layer's `resid_pre`. So rows of one of these names are found
-    under both names, if the request did not edit the stream between the two. Keys list both names.
-    Shorthands are as in TransformerLens:
-    `cache["resid_post", 3]`, `cache["embed"]`, `cache["resid_post", -1]`.
+    For sites inside the attention, the shape is [batch, pos, head, d_head].
+
+    A layer's `resid_post` is the next layer's `resid_pre`. If the request did not edit the stream
+    between these two sites, a read of one site is available under both names, and the keys of the
+    cache have both names. The shorthands of TransformerLens are possible too, such as
+    `cache["resid_post", 3]`, `cache["embed"]` and `cache["resid_post", -1]`.
 
     `blocks.3.attn.hook_pattern`, or `cache["pattern", 3]`, is [batch, head, query pos, key pos] in
-    float32. The first access computes the pattern from the layer's `q` and `k`. The pattern is no
-    key.
+    float32. The first access computes the pattern from the layer's `q` and `k`. A pattern is not in
+    the keys of the cache.
 
     Args:
-        results: the rows of one completion, or a list of these, which forms a batch. Every stream
-            of a result must have the same positions 0, 1, 2, ... without a gap: read
-            `tokens="all"` or "prompt". All results must have the same streams.
-        num_layers: the model's number of layers. A negative layer needs this number, as in
-            `cache["resid_post", -1]`, and so does a method with `layer=None`.
+        results: the rows of one completion, or a list of such results, which forms a batch. Every
+            stream of a result must have the same positions 0, 1, 2, ... without a gap. A Read with
+            `tokens="all"` or "prompt" gives such positions. All results must have the same streams.
+        num_layers: the model's number of layers. The cache needs this number for a negative layer,
+            as in `cache["resid_post", -1]`, and for a method with `layer=None`.
 
     Attributes:
-        lengths: int64 [batch], number of positions of each result. The batch is padded on the
-            right with zeros.
-        mask: bool [batch, pos], False at padding.
+        lengths: the number of positions of each result, as int64 [batch]. The batch is padded on
+            the right with zeros.
+        mask: False at padding and True elsewhere, as bool [batch, pos].
 
     Raises:
-        SpecError: a result is not complete, has a gap, or has other streams than the first result.
+        SpecError: a result is not complete, lacks a position, or does not have the same streams as
+            the first result.
     """
 
     def __init__(self, results: Result | Sequence[Result], num_layers: int | None = None) -> None:
@@ -65,11 +70,13 @@ class ActivationCache(Mapping[str, Tensor]):
             where = f"results[{i}]"
             check_complete(result, where)
             if set(result.keys()) != set(streams):
-                raise SpecError(f"{where} has other streams than results[0]; read the same in all.")
+                raise SpecError(
+                    f"{where} has other streams than results[0]; read the same streams in all."
+                )
             lengths.append(_length(result, where))
         self._results, self._num_layers = batch, num_layers
         self._read = {hook_of(stream): stream for stream in streams}
-        #: Name of a stream that was not read -> the stream that was read and has the same rows.
+        #: Maps names of streams that were not read to streams with the same rows that were read.
         self._same: dict[str, SiteLayer] = {}
         for stream in streams:
             for twin in _twins(stream):
@@ -126,10 +133,10 @@ class ActivationCache(Mapping[str, Tensor]):
         return f"ActivationCache with keys {list(self._names)}"
 
     def stack_activation(self, site: str, layer: int | None = None) -> Tensor:
-        """A site's activations at all layers before `layer`: [layers, batch, pos, d_model].
+        """A site's activations at all layers before `layer`, as [layers, batch, pos, d_model].
 
         Args:
-            layer: the number of layers; None or -1: all layers of the model.
+            layer: the number of layers, or None or -1 for all layers of the model.
 
         Raises:
             KeyError: the site was not read at one of the layers.
@@ -154,16 +161,16 @@ class ActivationCache(Mapping[str, Tensor]):
         `Lens.logits` computes the logit lens's logits from the returned tensor.
 
         Args:
-            layer: None, -1 or the number of layers: all layers, and the last layer's `resid_post`
-                ("final_post").
-            incl_mid: also return `resid_mid` of the layers before `layer`.
-            return_labels: also return the components' names: "0_pre", "0_mid", ...
+            layer: the last layer. With None, -1 or the number of layers, the method returns the
+                stream of all layers, and the last layer's `resid_post` ("final_post").
+            incl_mid: whether to return also `resid_mid` of the layers before `layer`.
+            return_labels: whether to return also the components' names, such as "0_pre".
 
         Returns:
-            [components, batch, pos, d_model], and with `return_labels` the labels.
+            [components, batch, pos, d_model], and with `return_labels` the components' names.
 
         Raises:
-            KeyError: one of the components was not read.
+            KeyError: the results do not have one of the components.
             SpecError: the number of layers is needed, but `num_layers` is None.
         """
         last = self._up_to(layer)
@@ -199,22 +206,25 @@ class ActivationCache(Mapping[str, Tensor]):
         *,
         return_labels: bool = False,
     ) -> Tensor | tuple[Tensor, list[str]]:
-        """The components that the embedding and each layer before `layer` add to the residual
-        stream. Without edits, the sum of all components is the stream at the entry of `layer`.
+        """The components that the embedding and each layer before `layer` add to the stream.
+
+        If the request has no edits, the sum of all components is the residual stream at the entry
+        of `layer`.
 
         Args:
-            layer: None, -1 or the number of layers: all layers.
-            mode: "attn": only attention outputs; "mlp": only MLP outputs; "all": both outputs.
-            incl_embeds: also return the embedding.
-            return_labels: also return the components' names: "embed", "0_attn_out", ...
+            layer: the number of layers, or None or -1 for all layers of the model.
+            mode: "attn" for attention outputs, "mlp" for MLP outputs, or "all" for both.
+            incl_embeds: whether to return also the embedding.
+            return_labels: whether to return also the components' names, such as "embed" and
+                "0_attn_out".
 
         Returns:
-            [components, batch, pos, d_model], and with `return_labels` the labels.
+            [components, batch, pos, d_model], and with `return_labels` the components' names.
 
         Raises:
-            KeyError: one of the components was not read.
-            SpecError: the number of layers is needed, but `num_layers` is None. Also if there are
-                no components.
+            KeyError: the results do not have one of the components.
+            SpecError: the number of layers is needed, but `num_layers` is None, or there are no
+                components.
         """
         sites = {"all": ("attn_out", "mlp_out"), "attn": ("attn_out",), "mlp": ("mlp_out",)}
         if mode not in sites:
@@ -250,8 +260,10 @@ class ActivationCache(Mapping[str, Tensor]):
 
 
 def _same_rows(result: Result, read: SiteLayer, twin: SiteLayer) -> bool:
-    """True if no edit lies between a stream that was read and its twin. The two are a layer's
-    `resid_post` and the next layer's `resid_pre`."""
+    """Whether no edit lies between a stream that was read and the twin of this stream.
+
+    The twins are a layer's `resid_post` and the next layer's `resid_pre`.
+    """
     edited = getattr(result, "edited", frozenset[SiteLayer]())
     behind = read not in edited or (*read, "after") in result  # type: ignore[operator]
     if read[0] == "resid_pre":
@@ -260,7 +272,7 @@ def _same_rows(result: Result, read: SiteLayer, twin: SiteLayer) -> bool:
 
 
 def _twins(stream: SiteLayer) -> list[SiteLayer]:
-    """The other streams that have the same rows, if the request has no edit."""
+    """The other streams that have the same rows as `stream` if the request has no edit."""
     site, layer = stream
     if site == "resid_post":
         return [("resid_pre", layer + 1)]
@@ -270,7 +282,7 @@ def _twins(stream: SiteLayer) -> list[SiteLayer]:
 
 
 def _length(result: Result, where: str) -> int:
-    """The number of positions of a result. All streams must have the same number."""
+    """The number of positions of a result, which must be the same for all streams."""
     found: dict[int, SiteLayer] = {}
     for site, layer in result.keys():
         positions = result.positions(site, layer)
@@ -283,6 +295,6 @@ def _length(result: Result, where: str) -> int:
     if len(found) != 1:
         raise SpecError(
             f"{where} has streams of different lengths, {shown(found)}; read the same tokens at "
-            "each."
+            "all streams."
         )
     return next(iter(found))

@@ -1,10 +1,10 @@
-"""Steering vectors from contrasts: rows where a concept is present, and where it is not.
+"""Computes steering vectors from rows with a concept (positives) and without it (negatives).
 
 From:  rows.pooled_rows, or any tensors.   To: vectors.SteeringModule.
 
-Promise: a vector points from the negatives to the positives. The vector's length is 1. With
-normalise=False, the length is the distance between the two means along the vector. The negatives'
-mean plus the vector then has the same projection onto the vector as the positives' mean.
+Promise: a vector points from the negatives to the positives. By default, the vector's length is 1.
+With normalise=False, the length is the distance between the two means along the vector. The
+negatives' mean plus such a vector has the same projection onto the vector as the positives' mean.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def mean_difference(
     """The positives' mean minus the negatives' mean, at each stream.
 
     Args:
-        positives, negatives: (site, layer) -> [n, hidden_size], any float dtype; the same
-            streams in both. The numbers of rows may differ.
-        normalise: scale each vector to length 1.
-        provenance: model, revision, dataset; this function sets the other fields.
+        positives, negatives: both map the same streams (site, layer) to rows [n, hidden_size] of
+            any float dtype. The numbers of rows can differ.
+        normalise: whether each vector is scaled to length 1.
+        provenance: the fields model, revision and dataset. This function sets the other fields.
 
     Raises:
-        SpecError: streams or sizes disagree, there are no rows, some rows are not finite,
-            or the two means are equal.
+        SpecError: the positives and the negatives do not have the same streams or sizes, there are
+            no rows, some rows are not finite, or the two means are equal.
     """
 
     def direction(up: Tensor, down: Tensor, _name: str) -> Tensor:
@@ -62,23 +62,24 @@ def principal_difference(
     normalise: bool = True,
     provenance: Provenance | None = None,
 ) -> SteeringModule:
-    """The first principal component of pairs around their midpoints, at each stream.
+    """The first principal component of pairs of rows around the pairs' midpoints, at each stream.
 
     Row i of the positives and row i of the negatives are a pair. The function subtracts each pair's
-    midpoint. The direction of the largest variance is then the direction in which pairs differ most
-    (repeng's "pca_center"). The sign is chosen so that the positives have the larger mean
-    projection.
+    midpoint from both rows. The direction of the largest variance is then the direction in which
+    the rows of a pair differ most (repeng's "pca_center"). The vector points to the side on which
+    the positives have the larger mean projection.
 
-    Args and errors: as `mean_difference`; the numbers of rows must be equal.
+    Arguments and errors are those of `mean_difference`. In addition, there must be as many
+    positives as negatives.
     """
 
     def direction(up: Tensor, down: Tensor, name: str) -> Tensor:
         if len(up) != len(down):
             raise SpecError(
-                f"{name} has {len(up)} positives and {len(down)} negatives; give as many of each."
+                f"{name} has {len(up)} positives and {len(down)} negatives; give equal numbers."
             )
-        # Minus its midpoint, a pair is plus and minus half of the difference. So the pairs have the
-        # same principal axis as the differences. The differences must not be centred again.
+        # Without the midpoint, the rows of a pair are plus and minus half of their difference. Thus
+        # all rows have the same principal axis as the differences, which must not be centred.
         axis: Tensor = torch.linalg.svd(up - down, full_matrices=False).Vh[0]
         return axis * ((up - down) @ axis).mean()
 
@@ -86,18 +87,18 @@ def principal_difference(
 
 
 def pairs_digest(pairs: Iterable[tuple[str, str]]) -> str:
-    """The value of `Provenance.dataset` for (positive, negative) texts: "sha256:..." of the sorted
-    pairs as JSON in UTF-8. The order of the pairs does not matter."""
+    """The value of `Provenance.dataset` for (positive, negative) texts. The value is "sha256:..."
+    of the sorted pairs as JSON in UTF-8. The order of the pairs does not matter."""
     listed = sorted([list(pair) for pair in pairs])
     content = json.dumps(listed, ensure_ascii=False, separators=(",", ":"))
     return f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"
 
 
 def made_by(method: str, normalised: bool, known: Provenance | None) -> Provenance:
-    """The provenance of vectors that this package has made.
+    """The provenance of vectors that vllm-scope has made.
 
     Args:
-        known: the fields that the caller knows: model, revision, dataset.
+        known: the fields that the caller knows, which are model, revision and dataset.
     """
     return dataclasses.replace(
         known or Provenance(),
@@ -123,7 +124,9 @@ def _module(
             )
     if set(positives) != set(negatives):
         only = sorted(set(positives) ^ set(negatives))
-        raise SpecError(f"{shown(only)} are streams of one side only; read the same on both sides.")
+        raise SpecError(
+            f"{shown(only)} are in one side only; positives and negatives need the same streams."
+        )
     vectors = {}
     for stream in positives:
         name = name_of(stream)
@@ -135,7 +138,7 @@ def _module(
             )
         vector = direction(up, down, name)
         length = vector.norm()
-        # If all rows are the same, rounding still leaves a small difference.
+        # If all rows are the same, the two means can still differ by rounding.
         if length <= 1e-12 * max(up.abs().max(), down.abs().max()):
             raise SpecError(f"{name}: positives and negatives do not differ, in the mean.")
         vectors[stream] = vector / length if normalise else vector
@@ -143,7 +146,7 @@ def _module(
 
 
 def _checked(rows: Tensor | NDArray[np.floating], what: str) -> Tensor:
-    """Rows as float64 [n, hidden_size], n > 0, finite."""
+    """Return the rows as float64. Raises SpecError without rows, or for a number not finite."""
     rows = as_rows(rows, what)
     if rows.dim() != 2 or not len(rows):
         raise SpecError(f"{what} have shape {list(rows.shape)}; rows are [n, hidden_size], n > 0.")

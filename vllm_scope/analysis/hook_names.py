@@ -1,7 +1,7 @@
-"""TransformerLens's names of hooks, and the streams that they name.
+"""Translates TransformerLens's names of hooks to streams, and streams to names of hooks.
 
-Owns:  `stream_of_hook` and `hook_of`: `blocks.3.hook_resid_post` <-> ("resid_post", 3);
-       `stream_of_key`, which also takes TransformerLens's shorthands.
+Owns:  `stream_of_hook` (`blocks.3.hook_resid_post` to ("resid_post", 3)), `hook_of` (the inverse),
+       `stream_of_key` (accepts also TransformerLens's shorthands).
 To:    cache, saes.places.
 """
 
@@ -12,18 +12,18 @@ import re
 from vllm_scope.errors import shown
 from vllm_scope.request.sites import ALIASES, MODEL_SITES, SiteLayer
 
-#: A hook's name, or a shorthand: ("resid_post", 3), ("embed",).
+#: A hook's name, or a shorthand such as ("resid_post", 3) or ("embed",).
 Key = str | tuple[str] | tuple[str, int]
-#: Site of a layer -> its hook's name after "blocks.{layer}.".
+#: Maps sites of a layer to the part of the hook's name after "blocks.{layer}.".
 _HOOKS = {
     "resid_pre": "hook_resid_pre", "resid_mid": "hook_resid_mid", "resid_post": "hook_resid_post",
     "attn_out": "hook_attn_out", "mlp_out": "hook_mlp_out", "mlp_post": "mlp.hook_post",
-    # TransformerBridge's names. `hook_attn_in` and `hook_mlp_in` name the rows before the norms.
+    # These names are TransformerBridge's. `hook_attn_in` and `hook_mlp_in` name rows before norms.
     "attn_in": "attn.hook_in", "mlp_in": "mlp.hook_in",
     "q": "attn.hook_rot_q", "k": "attn.hook_rot_k", "v": "attn.hook_v", "z": "attn.hook_z",
 }  # fmt: skip
-#: TransformerLens's `ln_final.hook_normalized` names other rows: the rows before the multiplication
-#: by the norm's weight. So `ln_final` keeps its own name.
+#: TransformerLens's `ln_final.hook_normalized` names the rows before the multiplication by the
+#: norm's weight. The rows of `ln_final` are after this multiplication, and need another name.
 _MODEL_HOOKS = {"embed": "hook_embed", "ln_final": "ln_final"}
 #: The hook of the attention pattern, which is computed from `q` and `k` and is not a stream.
 _PATTERN_HOOK = "attn.hook_pattern"
@@ -34,14 +34,14 @@ _HOOK = re.compile(r"blocks\.([0-9]+)\.([a-z_.]+)")
 
 
 def stream_of_hook(name: str) -> SiteLayer | None:
-    """The site and layer of TransformerLens's `blocks.3.hook_resid_post`; None for another name."""
+    """The site and layer of a name such as `blocks.3.hook_resid_post`, or None for other names."""
     match = _HOOK.fullmatch(name)
     site = None if match is None else _SITE_OF.get(match[2])
     return None if match is None or site is None else (site, int(match[1]))
 
 
 def stream_of_key(key: Key) -> SiteLayer:
-    """The stream of a hook's name or of a shorthand. The layer of a shorthand can be negative.
+    """The stream that a hook's name or a shorthand names. A shorthand's layer can be negative.
 
     Raises:
         KeyError: the key names no stream.
@@ -66,7 +66,7 @@ def pattern_hook(layer: int) -> str:
 
 
 def pattern_layer(name: str) -> int | None:
-    """The layer in the name of an attention pattern's hook; None for another name."""
+    """The layer in the name of an attention pattern's hook, or None for other names."""
     match = _HOOK.fullmatch(name)
     return int(match[1]) if match is not None and match[2] == _PATTERN_HOOK else None
 

@@ -1,9 +1,10 @@
-"""The logit lens: the model's norm and unembedding applied to a row of any layer.
+"""The logit lens applies the model's norm and unembedding to a row of any layer.
 
 From:  results, or rows [..., hidden_size].   To: logits, and the likeliest tokens.
 
-Promise: the logits at the last layer's `resid_post` equal the model's logits up to rounding. The
-model must end in one norm, a linear unembedding, and at most a soft cap and a factor.
+Promise: the logits at the last layer's `resid_post` equal the model's logits up to rounding. After
+its layers, the model must have one norm and a linear unembedding. A soft cap and a factor of the
+logits are also possible.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from vllm_scope.analysis.rows import Result, check_complete
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.results.lens import TopTokens
 
-#: Field of a configuration with the final norm's eps -> the kind of norm.
+#: Maps the fields of a configuration that can have the final norm's epsilon to the kind of norm.
 _EPS = {"rms_norm_eps": "rms", "layer_norm_eps": "layer", "layer_norm_epsilon": "layer"}
-#: Fields of a configuration with the soft cap of logits.
+#: The fields of a configuration that can have the soft cap of logits.
 _CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 
@@ -33,18 +34,21 @@ class Lens:
     `from_config` takes everything except the tensors from a Hugging Face configuration.
 
     Attributes:
-        norm_weight: [hidden_size]. For Gemma: one plus the checkpoint's values.
+        norm_weight: the norm's weight, [hidden_size]. For Gemma, one plus the checkpoint's values.
         eps: the norm's epsilon.
-        unembedding: [vocab_size, hidden_size]; the embedding, if the two are tied.
-        norm: "rms": division by the root mean square; "layer": the mean is subtracted, then the
-            row is divided by the standard deviation.
-        norm_bias: [hidden_size], for a norm with a bias.
-        unembedding_bias: [vocab_size], for an unembedding with a bias (Phi, GPT-J).
-        soft_cap: logits become soft_cap * tanh(logits / soft_cap) (Gemma 2). None: no cap.
-        logit_scale: factor of the logits after the cap (Cohere; Granite: 1 / logits_scaling).
+        unembedding: the matrix [vocab_size, hidden_size]. For a model with tied weights, this is
+            the embedding.
+        norm: the kind of the norm. "rms" divides by the root mean square. "layer" subtracts the
+            mean, and then divides by the standard deviation.
+        norm_bias: the norm's bias, [hidden_size], or None.
+        unembedding_bias: the unembedding's bias, [vocab_size], or None. Phi and GPT-J have a bias.
+        soft_cap: logits become soft_cap * tanh(logits / soft_cap), as in Gemma 2. If None, logits
+            are not capped.
+        logit_scale: the factor of the logits after the cap, as in Cohere. For Granite, the factor
+            is 1 / logits_scaling.
 
     Raises:
-        SpecError: shapes disagree, or a cap or a scale is not a number above 0.
+        SpecError: the shapes do not fit together, or a cap or a scale is not a number above 0.
     """
 
     norm_weight: Tensor
@@ -69,12 +73,13 @@ class Lens:
 
         Args:
             config: the content of config.json as a mapping, or Hugging Face's configuration
-                object. If it has a `text_config`, the fields are taken from `text_config`.
-            norm_weight, unembedding, norm_bias, unembedding_bias: as for `Lens`.
+                object. If the configuration has a `text_config`, the fields of `text_config` are
+                used.
+            norm_weight, unembedding, norm_bias, unembedding_bias: the tensors of `Lens`.
 
         Raises:
-            SpecError: the configuration has no epsilon of a norm, a field is not a number, or
-                `Lens` refuses the values.
+            SpecError: the configuration does not have the norm's epsilon, a field is not a number,
+                or `Lens` refuses the values.
         """
         to_dict = getattr(config, "to_dict", None)
         body = config if to_dict is None else to_dict()
@@ -114,7 +119,7 @@ class Lens:
         _above_zero(self.logit_scale, "logit_scale")
 
     def logits(self, rows: Tensor) -> Tensor:
-        """The logits of rows [..., hidden_size]: float32 [..., vocab_size], computed in float32."""
+        """The logits [..., vocab_size] of rows [..., hidden_size], computed in float32."""
         rows, size = rows.float(), (self.unembedding.shape[-1],)
         if rows.shape[-1:] != size:
             raise SpecError(f"rows have shape {list(rows.shape)}; this lens is for size {size[0]}.")
@@ -137,7 +142,7 @@ def _float(tensor: Tensor | None) -> Tensor | None:
 
 
 def _logit_scale(config: Mapping[str, object]) -> float:
-    """The factor of the logits: the product of all factors and divisors in a configuration."""
+    """The factor of the logits, which is the product of all factors in a configuration."""
     found = {
         name: _above_zero(config[name], name)
         for name in ("logit_scale", "lm_head_multiplier", "logits_scaling", "dim_model_base")
@@ -147,7 +152,7 @@ def _logit_scale(config: Mapping[str, object]) -> float:
     if "dim_model_base" in found:  # MiniCPM divides the row before the unembedding
         scale *= found["dim_model_base"] / _above_zero(config.get("hidden_size"), "hidden_size")
     if "logits_scaling" in found:
-        # Granite divides by this field. HyperCLOVA X multiplies by a field of the same name.
+        # Granite divides by this field, and HyperCLOVA X multiplies by a field of the same name.
         multiplies = str(config.get("model_type", "")).startswith("hyperclovax")
         scale *= found["logits_scaling"] if multiplies else 1 / found["logits_scaling"]
     return scale
@@ -162,12 +167,12 @@ def _above_zero(value: object, name: str) -> float:
 def top_tokens(
     lens: Lens, result: Result, k: int = 5, site: str = "resid_post"
 ) -> dict[int, TopTokens]:
-    """Layer -> the lens's likeliest tokens at a site, in ascending order of layers.
+    """Maps layers, in ascending order, to the lens's likeliest tokens at a site.
 
     The tokens at position p are predictions for position p + 1.
 
     Raises:
-        SpecError: the result is not complete or has no rows of the site.
+        SpecError: the result is not complete, or has no rows of the site.
     """
     check_complete(result, "the result")
     layers = sorted(layer for name, layer in result.keys() if name == site)

@@ -1,11 +1,11 @@
-"""Probes, steering vectors and principal components from sums of rows, without the rows.
+"""Computes probes, steering vectors and principal components from sums of rows, without the rows.
 
 Owns:  `difference_of_means`, `ridge_probe`, `lda_probe`, `principal_components`, `whitening`.
-From:  `vllm_scope.moments`: (site, layer, label) -> batch.sums.Sums.   To: LinearProbe,
-       SteeringModule.
+From:  `vllm_scope.moments` (maps (site, layer, label) to batch.sums.Sums).
+To:    LinearProbe, SteeringModule.
 
-Promise: within rounding, a result from sums equals the result of scikit-learn's Ridge,
-LinearDiscriminantAnalysis (solver "lsqr") or PCA from the rows in float64.
+Promise: scikit-learn's Ridge, LinearDiscriminantAnalysis (solver "lsqr") and PCA compute the same
+results from the rows in float64, up to rounding.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from vllm_scope.vectors.module import as_stream, name_of
 from vllm_scope.vectors.probe_files import finite
 
 Floats = NDArray[np.float64]
-#: (site, layer, label) -> sums, as `vllm_scope.moments` returns them.
+#: Maps (site, layer, label) to the sums that `vllm_scope.moments` returns.
 Found = Mapping[tuple[str, int, str], Sums]
 
 
 def sums_at(found: Found, stream: SiteLayer, labels: Iterable[str] | None = None) -> Sums:
-    """The total of the sums of some labels at a stream.
+    """Add the sums of some labels at a stream.
 
     Args:
-        labels: None: all labels that have sums at the stream.
+        labels: the names of the labels, or None for all labels that have sums at the stream.
 
     Raises:
         SpecError: a label has no sums, no rows, or rows that are missing or not finite.
@@ -63,7 +63,8 @@ def sums_at(found: Found, stream: SiteLayer, labels: Iterable[str] | None = None
         if not all(np.isfinite(some).all() for some in _numbers(one)):
             raise SpecError(
                 f"the sums with label {shown(label)} at {name_of(stream)} have NaN or Inf, because "
-                "a row has, or a target is too large; drop the sums and leave out that request."
+                "a row or a target is too large or not finite; drop the sums and leave out the "
+                "request that has it."
             )
     return Sums.total([known[label] for label in wanted])
 
@@ -92,8 +93,8 @@ def difference_of_means(
 
     Args:
         positive, negative: two labels with sums at the same streams.
-        normalise: scale each vector to length 1.
-        provenance: model, revision, dataset; this function sets the other fields.
+        normalise: whether each vector is scaled to length 1.
+        provenance: the fields model, revision and dataset. This function sets the other fields.
 
     Raises:
         SpecError: there are no rows with a label, or the two means are equal.
@@ -124,13 +125,15 @@ def ridge_probe(
     model: str | None = None,
     template: str | None = None,
 ) -> LinearProbe:
-    """A probe by ridge regression of y on rows: w and b minimise the sum of (x . w + b - y)^2 over
-    the rows, plus alpha * |w|^2.
+    """Fit a probe by ridge regression of a number y on rows x.
+
+    The weight w and the bias b minimise the sum of (x . w + b - y)^2 over the rows, plus
+    alpha * |w|^2.
 
     Args:
-        alpha: strength of the L2 penalty, 0 or above.
-        targets: label -> y, for the labels to use; at least two of the numbers must differ. None:
-            all labels, with the numbers that the requests gave as `target`.
+        alpha: the strength of the L2 penalty, 0 or above.
+        targets: maps the labels whose rows are used to y. At least two of the numbers must differ.
+            If None, all labels are used, with the numbers that the requests gave as `target`.
         pooling, model, template: fields of the probe, as in `train_probe`.
 
     Raises:
@@ -199,19 +202,21 @@ def lda_probe(
     model: str | None = None,
     template: str | None = None,
 ) -> LinearProbe:
-    """A probe by linear discriminant analysis of two classes. Each class has one or more labels.
+    """Fit a probe by linear discriminant analysis of two classes. A class has one or more labels.
 
-    The probe's score is the log odds of the positive class. The prior of a class is its share of
-    the rows.
+    The probe's score is the log odds of the positive class. The prior probability of a class is the
+    class's share of the rows.
 
     Args:
-        shrinkage: from 0 to 1: the weight of the identity times the mean variance. The covariance
-            within the classes has the weight 1 - shrinkage.
+        positive, negative: the label or the labels of each class.
+        shrinkage: a number from 0 to 1. The analysis uses a weighted sum of two matrices. The
+            identity times the mean variance has the weight `shrinkage`, and the covariance within
+            the classes has the weight 1 - shrinkage.
         pooling, model, template: fields of the probe, as in `train_probe`.
 
     Raises:
-        SpecError: a label has no sums, the sums have no covariance, or the covariance is singular
-            (if there are fewer rows than a row has numbers, shrinkage must be above 0).
+        SpecError: a label has no sums, the sums have no covariance, or the covariance is singular.
+            If there are fewer rows than a row has numbers, shrinkage must be above 0.
     """
     if not 0 <= shrinkage <= 1:
         raise SpecError(f"shrinkage is {shrinkage!r}; it must be a number from 0 to 1.")
@@ -236,11 +241,11 @@ class Components:
     """The directions in which rows vary most. scikit-learn's PCA has the same directions.
 
     Attributes:
-        mean: [width], the mean of the rows.
-        directions: [k, width], of length 1, by descending variance. In each direction the number
-            with the largest absolute value is positive.
-        variances: [k], the variance of the rows along each direction; the divisor is the number of
-            rows minus 1.
+        mean: the mean of the rows, [width].
+        directions: k directions of length 1 by descending variance, [k, width]. In each direction,
+            the number with the largest absolute value is positive.
+        variances: the variance of the rows along each direction, [k]. The divisor of a variance is
+            the number of rows minus 1.
         total: the sum of the variances along all `width` directions.
     """
 
@@ -250,13 +255,13 @@ class Components:
     total: float
 
     def transform(self, rows: Floats) -> Floats:
-        """The components [n, k] of rows [n, width]."""
+        """The components of rows [n, width] along the directions, [n, k]."""
         found: Floats = (rows - self.mean) @ self.directions.T
         return found
 
 
 def principal_components(sums: Sums, k: int) -> Components:
-    """The first k principal components of the rows (`sums_at` makes the sums of a stream).
+    """The first k principal components of the rows of `sums`, which `sums_at` returns.
 
     Raises:
         SpecError: k is not from 1 to the width of a row, there are fewer than 2 rows, or the sums
@@ -277,32 +282,33 @@ def principal_components(sums: Sums, k: int) -> Components:
 
 @dataclass(frozen=True, eq=False)
 class Whitening:
-    """A map that makes the covariance of rows the identity: z = (x - mean) @ matrix. The matrix is
-    symmetric. Of all such maps, this map changes rows least (ZCA).
+    """The map z = (x - mean) @ matrix, after which the covariance of the rows is the identity.
+
+    The matrix is symmetric. Of all maps with this property, this map changes rows least (ZCA).
 
     Attributes:
-        mean: [width].
-        matrix: [width, width].
+        mean: the mean of the rows, [width].
+        matrix: the symmetric matrix, [width, width].
     """
 
     mean: Floats
     matrix: Floats
 
     def __call__(self, rows: Floats) -> Floats:
-        """The whitened rows [n, width]."""
+        """Apply the map to rows [n, width]."""
         found: Floats = (rows - self.mean) @ self.matrix
         return found
 
 
 def whitening(sums: Sums, floor: float = 1e-6) -> Whitening:
-    """The whitening of the rows' covariance (`sums_at` makes the sums of a stream).
+    """The Whitening for the rows of `sums`, which `sums_at` returns.
 
     Args:
-        floor: above 0, at most 1. Variances below `floor` times the largest variance are raised to
-            that value.
+        floor: a number above 0 and at most 1. The smallest variance that the map uses is `floor`
+            times the largest variance. Smaller variances are raised to this value.
 
     Raises:
-        SpecError: the floor is out of range, all rows are the same, or the sums have no covariance.
+        SpecError: `floor` is out of range, all rows are the same, or the sums have no covariance.
     """
     if not 0 < floor <= 1:
         raise SpecError(f"floor is {floor!r}; it must be a number above 0, at most 1.")
@@ -321,14 +327,14 @@ def _scatter(sums: Sums) -> Floats:
 
 
 def _solve(matrix: Floats, vector: Floats) -> Floats:
-    """The solution of a linear system whose matrix is symmetric and positive semi-definite.
+    """Solve a linear system whose matrix is symmetric and positive semi-definite.
 
     Raises:
         SpecError: the matrix is singular.
     """
     factor, failed = torch.linalg.cholesky_ex(torch.from_numpy(matrix))
     pivots = factor.diagonal() ** 2
-    # A pivot below this bound is a rounding error of the largest pivot.
+    # A smaller pivot is no larger than the rounding error of the largest pivot.
     if not failed and pivots.min() > len(matrix) * np.finfo(np.float64).eps * pivots.max():
         found = torch.cholesky_solve(torch.from_numpy(vector)[:, None], factor)
         return np.asarray(found[:, 0], np.float64)

@@ -1,14 +1,14 @@
-"""TransformerLens's activation patching, on a `Sweep`.
+"""TransformerLens's functions for activation patching, which use a `Sweep`.
 
-Owns:  `get_act_patch_...`, with the names of `transformer_lens.patching`.
+Owns:  `get_act_patch_...`, with the names of the functions in `transformer_lens.patching`.
 From:  vllm_scope.sweep.   To: notebooks that were written for TransformerLens.
 
-Each function takes an LLM, corrupted prompts, clean prompts of the same length, and a metric. It
-patches rows of the clean run into the corrupted run, and returns float64 values, the mean over the
-prompts. In place of TransformerLens's function of logits, the metric is a `LogitDifference`, a
-`Logprob` or a `KL`. Attention patterns cannot be patched. Queries and keys are patched after the
-rotary embedding. TransformerLens patches queries and keys before the rotary embedding. The effect
-is the same, because the positions in both runs are the same.
+Each function takes an LLM, corrupted prompts, clean prompts of the same length, and a metric. The
+function patches rows of the clean run into the corrupted run, and returns the mean of the metric
+over the prompts in float64. In TransformerLens, the metric is a function of logits. In this file,
+the metric is a `LogitDifference`, a `Logprob` or a `KL`. Attention patterns cannot be patched.
+Queries and keys are patched after the rotary embedding. TransformerLens patches queries and keys
+before the rotary embedding. The effect is the same, because both runs have the same positions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Patching(Protocol):
-    """The signature of the functions of this module."""
+    """The signature of the functions in this file."""
 
     def __call__(
         self, llm: LLM, corrupted: object, clean: object, metric: Metric, progress: bool = True
@@ -36,11 +36,11 @@ class Patching(Protocol):
 
 
 def _patching(site: str, shape: str, **options: Any) -> Callable[..., Tensor]:
-    """A function that patches a site.
+    """Make a function that patches a site.
 
     Args:
-        shape: the shape of the function's result, for its docstring.
-        options: further arguments of the Sweep.
+        shape: the shape of the function's result, for the function's docstring.
+        options: more arguments of the Sweep.
     """
 
     def patch(
@@ -78,7 +78,7 @@ get_act_patch_attn_head_v_all_pos: Patching = _patching("v", _ALL, **_ALL_POS)
 def get_act_patch_block_every(
     llm: LLM, corrupted: object, clean: object, metric: Metric, progress: bool = True
 ) -> Tensor:
-    """Patch resid_pre, attn_out and mlp_out, each in its own sweep. Returns float64
+    """Patch resid_pre, attn_out and mlp_out in one sweep for each of these sites. Returns float64
     [3, num_layers, num_positions]."""
     each = (get_act_patch_resid_pre, get_act_patch_attn_out, get_act_patch_mlp_out)
     return torch.stack([patch(llm, corrupted, clean, metric, progress) for patch in each])

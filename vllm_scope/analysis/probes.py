@@ -1,4 +1,4 @@
-"""Linear probes: a concept as one direction and a threshold, fitted to labelled rows.
+"""Linear probes, which find a concept with a direction and a threshold, from labelled rows.
 
 Owns:  LinearProbe, its fitting and calibration, and its files.
 From:  rows [n, hidden_size] and labels.   To: scores, in this process or on a server.
@@ -41,10 +41,10 @@ Rows = Tensor | NDArray[np.floating]
 
 
 def template_digest(template: str | None) -> str:
-    """The `template` of a probe for a chat template: "sha256:..." of its text, or "none" for None.
+    """The value of `LinearProbe.template` for a chat template: "sha256:...", or "none" for None.
 
     Args:
-        template: `tokenizer.chat_template`.
+        template: the attribute `chat_template` of the tokenizer.
     """
     if template is None:
         return RAW
@@ -53,7 +53,7 @@ def template_digest(template: str | None) -> str:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A probability from a score: sigmoid(slope * score + offset)."""
+    """The numbers in sigmoid(slope * score + offset), which is the probability for a score."""
 
     slope: float
     offset: float
@@ -65,21 +65,23 @@ class Calibration:
 
 @dataclass(frozen=True, eq=False)
 class LinearProbe:
-    """score = row . weight + bias. If the score is above 0, the concept is more likely than not.
+    """A probe whose score of a row is row . weight + bias.
+
+    If the score is above 0, the concept is more likely present than absent.
 
     Attributes:
-        weight: float32 [hidden_size], read-only.
-        bias: float. Weight and bias are for the raw stream, without a scaler.
+        weight: float32 [hidden_size], a read-only array.
+        bias: a float. Weight and bias apply to rows as they are in the stream, without a scaler.
         site, layer: the stream whose rows the probe scores.
-        pooling: the tokens whose rows the probe was fitted to. A word of `tokens`: "last_prompt",
-            "prompt", "generated", "all", ... Another word, such as "mean", says that a row was not
-            the row of a single token. None: unknown.
+        pooling: the tokens to whose rows the probe was fitted, as a word of `tokens`, such as
+            "last_prompt", "prompt", "generated" or "all". Another word, such as "mean", says that a
+            row was not the row of a single token. None means that the tokens are unknown.
         model: the model of the stream.
         threshold: the lowest score at which the concept counts as present.
-        template: the chat template of the prompts that the probe was fitted to: a
-            `template_digest`, "none" for prompts without a chat template, or "chat" for an unknown
-            chat template. None: unknown.
-        calibration: used by `probabilities`; None: scores are logits.
+        template: the chat template of the prompts to which the probe was fitted. The value is a
+            `template_digest`, "none" for prompts without a chat template, "chat" for an unknown
+            chat template, or None if this is not known.
+        calibration: the calibration that `probabilities` uses, or None if scores are logits.
 
     Raises:
         SpecError: a value has a wrong type or shape, or is not finite.
@@ -103,25 +105,25 @@ class LinearProbe:
         for name in ("bias", "threshold"):
             object.__setattr__(self, name, finite(getattr(self, name), name))
         checked_template(self.template)
-        # The warnings that were given. Not a field, because they are not part of the probe's value.
+        # The given warnings. They are not in a field, because `save_probe` writes all fields.
         object.__setattr__(self, "_told", set())
 
     def action(self, name: str, tokens: object = None, template: str | None = None) -> Probe:
-        """The action that scores tokens with this probe while a model is served.
+        """The action that scores a request's tokens with this probe.
 
         Args:
             name: the name of the scores in the result.
-            tokens: a selector. None: the tokens that the probe was fitted to, or "all" if these are
-                unknown or not single tokens.
-            template: the template of the request's prompt, in the form of `LinearProbe.template`;
-                None: not checked.
+            tokens: a selector. None selects the tokens to which the probe was fitted, or all tokens
+                if these tokens are unknown or not single tokens.
+            template: the template of the request's prompt, in the form of `LinearProbe.template`,
+                or None if the template is not checked.
 
         Warns:
             ProbeWarning: the probe was fitted to other tokens, or with another template. A probe
                 gives the same warning only one time.
 
         Raises:
-            SpecError: as `vllm_scope.Probe`.
+            SpecError: `vllm_scope.Probe` refuses the arguments.
         """
         if tokens is None:
             tokens = self.pooling if self.pooling in WORDS else "all"
@@ -137,7 +139,7 @@ class LinearProbe:
         return action
 
     def scores(self, rows: Rows) -> Tensor:
-        """The scores, float32 [...], of rows [..., hidden_size] of any float dtype."""
+        """The float32 scores [...] of rows [..., hidden_size], which can have any float dtype."""
         rows = as_rows(rows)
         if rows.shape[-1] != len(self.weight):
             raise SpecError(
@@ -146,34 +148,35 @@ class LinearProbe:
         return rows.float() @ torch.tensor(self.weight, device=rows.device) + self.bias
 
     def probabilities(self, rows: Rows) -> Tensor:
-        """The concept's probability, float32 [...], by the calibration. If the probe has no
-        calibration, the probability is the sigmoid of the score."""
+        """The probabilities of the concept for rows [..., hidden_size], as float32 [...]. If the
+        probe has no calibration, the probability is the sigmoid of the score."""
         scores = self.scores(rows)
         if self.calibration is not None:
             scores = self.calibration.slope * scores + self.calibration.offset
         return scores.sigmoid()
 
     def calibrated(self, rows: Rows, labels: Labels) -> LinearProbe:
-        """The same probe, with a calibration by Platt's method.
+        """A copy of this probe with a calibration by Platt's method.
 
         Needs scikit-learn.
 
         Args:
-            rows: [n, hidden_size]. The probe must not have been fitted to these rows.
-            labels: [n], 0 or 1, or False or True: whether the concept is present. Both values must
-                occur.
+            rows: rows [n, hidden_size] to which the probe was not fitted.
+            labels: whether the concept is present in each row, as 0 and 1, or False and True. Both
+                values must occur.
 
         Raises:
-            SpecError: all labels are the same, a label has another value, or the counts differ.
+            SpecError: all labels are the same, a label has another value, or there are not as many
+                labels as rows.
         """
         from sklearn.linear_model import LogisticRegression
 
         rows = as_rows(rows)
         truth = _checked_labels(rows, labels).reshape(-1)
         scores = self.scores(rows).detach().cpu().double().numpy().reshape(-1, 1)
-        # Platt's targets are a little above 0 and below 1, because perfectly separated rows would
-        # make the slope infinite. Each row occurs two times: with the label True and the weight
-        # `target`, and with the label False and the weight 1 - target.
+        # With the targets 0 and 1, perfectly separated rows would make the slope infinite. Platt's
+        # targets are a little above 0 and a little below 1. Each row occurs two times, first with
+        # the label True and the weight `target`, then with the label False and 1 - target.
         hits, misses = truth.sum(), (~truth).sum()
         target = np.where(truth, (hits + 1) / (hits + 2), 1 / (misses + 2))
         fitted = LogisticRegression(C=np.inf).fit(
@@ -185,23 +188,22 @@ class LinearProbe:
         return replace(self, calibration=calibration)
 
     def auroc(self, rows: Rows, labels: Labels) -> float:
-        """The share of pairs in which a row with the concept scores above a row without it; 0.5 is
-        chance.
+        """How often a row with the concept has a higher score than a row without the concept.
 
-        Needs scikit-learn.
+        Needs scikit-learn. The result is the share of such pairs of rows. Random scores give 0.5.
 
         Args:
-            rows, labels: as for `calibrated`.
+            rows, labels: the arguments of `calibrated`.
 
         Raises:
-            SpecError: as `calibrated`.
+            SpecError: for the same reasons as in `calibrated`.
         """
         from sklearn.metrics import roc_auc_score
 
         rows = as_rows(rows)
         truth = _checked_labels(rows, labels)
         scores = self.scores(rows).detach().cpu().numpy()
-        # Flattened, because scikit-learn would take each column as a label of its own.
+        # Both arrays are flat. In a 2-D array, scikit-learn would take each column as a class.
         return float(roc_auc_score(truth.reshape(-1), scores.reshape(-1)))
 
 
@@ -215,22 +217,24 @@ def train_probe(
     model: str | None = None,
     template: str | None = None,
 ) -> LinearProbe:
-    """A probe by logistic regression on standardised rows; its weight and bias include the scaler.
+    """Fit a probe by logistic regression on standardised rows.
 
-    Needs scikit-learn (`vllm-scope[probes]`).
+    The scaler that standardises the rows is then included in the probe's weight and bias. Needs
+    scikit-learn (`vllm-scope[probes]`).
 
     Args:
-        rows: [n, hidden_size], a tensor or a numpy array of any float dtype.
-        labels: [n], 0 or 1, or False or True: whether the concept is present. Both must occur.
-        stream: (site, layer) of the rows.
-        c: inverse strength of the L2 penalty, on the standardised rows.
-        pooling: a field of the probe: the tokens of the rows, as a word of `tokens`, or "mean" if a
-            row is not the row of a single token. None: unknown.
-        model, template: fields of the probe.
+        rows: a tensor or a numpy array [n, hidden_size] of any float dtype.
+        labels: whether the concept is present in each row, as 0 and 1, or False and True. Both
+            values must occur.
+        stream: the site and the layer of the rows.
+        c: the inverse strength of the L2 penalty, on the standardised rows.
+        pooling: the tokens of the rows, as a word of `tokens`, or "mean" if a row is not the row of
+            a single token, or None if the tokens are unknown.
+        model, template: values of the fields of the probe.
 
     Raises:
-        SpecError: shapes disagree, rows are not finite, labels have other values or are all the
-            same, or the stream or the pooling is not valid.
+        SpecError: there is not one label for each row, rows are not finite, labels have other
+            values or are all the same, or the stream or the pooling is not valid.
         ImportError: scikit-learn is not installed.
     """
     try:
@@ -259,7 +263,7 @@ def train_probe(
 
 
 def save_probe(path: str | Path, probe: LinearProbe) -> None:
-    """Write NAME.safetensors and NAME.json.
+    """Write a probe to NAME.safetensors and NAME.json.
 
     Args:
         path: the path of the .safetensors file.
@@ -268,16 +272,16 @@ def save_probe(path: str | Path, probe: LinearProbe) -> None:
 
     path = probe_path(path)
     body = {k: v for k, v in asdict(probe).items() if k not in ("weight", "bias")}
-    # The bias is written in float64, because a folded bias is not exact in float32.
+    # The bias is written in float64, because float32 would round a bias that includes a scaler.
     save_file({"weight": probe.weight, "bias": np.array([probe.bias])}, path)
     path.with_suffix(".json").write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
 
 
 def load_probe(path: str | Path) -> LinearProbe:
-    """The probe in NAME.safetensors and NAME.json.
+    """Read the probe in NAME.safetensors and NAME.json.
 
     Raises:
-        SpecError: a file is too large or malformed, or its fields are missing or unknown.
+        SpecError: a file is too large or malformed, or has missing or unknown fields.
         OSError: one of the files cannot be read.
     """
     path = probe_path(path)
@@ -292,7 +296,7 @@ def load_probe(path: str | Path) -> LinearProbe:
 
 
 def checked_pooling(pooling: object) -> None:
-    """Raises SpecError if `pooling` is not None, a word of `tokens`, or "mean"."""
+    """Raise SpecError if `pooling` is not None, a word of `tokens`, or "mean"."""
     if pooling is not None and pooling not in (*WORDS, "mean"):
         raise SpecError(
             f"pooling is {shown(pooling)}; it must be one of {', '.join(WORDS)}, or 'mean' for "

@@ -1,10 +1,10 @@
-"""Rows and labels to which a probe or a direction is fitted: one row per result or per token.
+"""Selects the rows and labels to which a probe or a direction is fitted, per result or per token.
 
-Owns:  Result, Labels, `pooled_rows`, `token_rows`; the checks that other files share: `as_rows`,
-       `truth_of`, `stream_of`.
-From:  results, as `out.scope`.   To: contrast, probes.
+Owns:  Result, Labels, `pooled_rows`, `token_rows`, and the checks that other files share
+       (`as_rows`, `truth_of`, `stream_of`).
+From:  results, such as `out.scope`.   To: contrast, probes.
 
-Promise: a result with missing rows is refused.
+Promise: the functions refuse a result with missing rows.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import SiteLayer
 
 Pooling = Literal["last", "mean"]
-#: Whether the concept is present: 0 and 1, or False and True.
+#: Whether the concept is present in each row or result, as 0 and 1, or False and True.
 Labels = Sequence[bool] | NDArray[np.bool_] | Tensor
 
 
 class Result(Protocol):
     """The rows of one completion. `vllm_scope.results.result.ScopeResult` implements this protocol.
 
-    `result[site, layer]` is [num_positions, hidden_size], in any float dtype. For a site inside the
-    attention it is [num_positions, heads, numbers of a head].
-    `positions(site, layer)` is the absolute positions of those rows, int64, ascending.
+    `result[site, layer]` has the rows [num_positions, hidden_size], in any float dtype. For a site
+    inside the attention, the shape of the rows is [num_positions, heads, numbers of a head].
+    `positions(site, layer)` has the absolute positions of these rows as int64, in ascending order.
     If a result has a `status`, "complete" means that no row is missing.
     """
 
@@ -52,22 +52,23 @@ def check_complete(result: Result, where: str) -> None:
 def pooled_rows(
     results: Sequence[Result], streams: Iterable[SiteLayer] | None = None, pooling: Pooling = "last"
 ) -> dict[SiteLayer, Tensor]:
-    """One row per result and stream.
+    """Compute one row per result and stream.
 
     Args:
-        results: each with rows at every stream, such as `[out.scope for out in outputs]`.
-        streams: (site, layer) of each; None: all streams of the first result.
-        pooling: "last": the row of the highest position that was read; "mean": the mean of
-            all rows that were read. The read chooses the positions: `tokens="last_prompt"`,
-            or "prompt" for a mean over the prompt.
+        results: results that have rows at every stream, such as
+            `[out.scope for out in outputs]`.
+        streams: the (site, layer) of each stream, or None for all streams of the first result.
+        pooling: "last" for the row of the highest position that was read, or "mean" for the mean of
+            all rows that were read. The Read of the request chooses the positions, with
+            `tokens="last_prompt"`, or with "prompt" for a mean over the prompt.
 
     Returns:
-        (site, layer) -> float32 [num_results, hidden_size], or [num_results, heads, ...] inside
-        the attention, in the order of `results`.
+        Maps each (site, layer) to float32 rows [num_results, hidden_size], in the order of
+        `results`. Inside the attention, the shape is [num_results, heads, numbers of a head].
 
     Raises:
-        SpecError: there are no results, an item is not a result, a result is not complete, or it
-            has no rows at a stream.
+        SpecError: there are no results, an item is not a result, or a result is not complete or has
+            no rows at a stream.
     """
     if pooling not in ("last", "mean"):
         raise SpecError(f"pooling is {pooling!r}; it must be 'last' or 'mean'.")
@@ -88,21 +89,22 @@ def pooled_rows(
 def token_rows(
     results: Sequence[Result], labels: Labels, stream: SiteLayer
 ) -> tuple[Tensor, Tensor]:
-    """All rows of a stream, each with its result's label, to fit a probe of single tokens.
+    """All rows of a stream, and a label for each row, to fit a probe of single tokens.
 
-    To check the probe, hold out whole results, because the rows of one text are similar.
+    A row has the label of its result. To test the probe, use results to which the probe was not
+    fitted, because the rows of one text are similar.
 
     Args:
-        results: each with rows at the stream.
-        labels: one label for each result: 0 or 1, or False or True.
+        results: results that have rows at the stream.
+        labels: one label for each result, which is 0 or 1, or False or True.
 
     Returns:
-        float32 [num_rows, hidden_size], in the order of results and positions, and bool
-        [num_rows].
+        The rows as float32 [num_rows, hidden_size], in the order of results and positions, and the
+        labels as bool [num_rows].
 
     Raises:
-        SpecError: there are no results, a result is not complete, the labels are not as many as the
-            results, or a label has another value.
+        SpecError: there are no results, a result is not complete, there is not one label for each
+            result, or a label has another value.
     """
     results, stream = _checked_all(results), stream_of(stream)
     truth = truth_of(labels)
@@ -117,13 +119,13 @@ def token_rows(
 
 
 def truth_of(labels: Labels) -> NDArray[np.bool_]:
-    """The labels as a new array of bools, in their own shape.
+    """Copy the labels to an array of bools that has the same shape.
 
     Raises:
         SpecError: a label is not 0 or 1, and not False or True.
     """
     if isinstance(labels, Tensor):
-        # numpy has no bfloat16.
+        # numpy has no bfloat16, so labels of a float dtype become float32.
         on_cpu = labels.detach().cpu()
         labels = (on_cpu.float() if on_cpu.is_floating_point() else on_cpu).numpy()
     try:
@@ -138,7 +140,7 @@ def truth_of(labels: Labels) -> NDArray[np.bool_]:
     else:
         good = found.dtype.kind in "biuf" and bool(np.isin(found, (0, 1)).all())
     if not good:
-        # np.unique sorts, and objects of several types cannot be sorted.
+        # np.unique sorts its items, and Python cannot sort objects of several types.
         different = found.reshape(-1) if found.dtype.kind == "O" else np.unique(found)
         raise SpecError(
             f"labels has the values {shown(different.tolist())}; a label is 0 or 1, or False or "
@@ -148,13 +150,13 @@ def truth_of(labels: Labels) -> NDArray[np.bool_]:
 
 
 def as_rows(rows: object, what: str = "rows") -> Tensor:
-    """The rows as a tensor: `rows` itself if it is a tensor, a copy if it is a numpy array.
+    """The rows as a tensor. A tensor is returned unchanged, and a numpy array is copied.
 
     Raises:
         SpecError: `rows` is not a tensor, and not a numpy array of numbers.
     """
     if isinstance(rows, np.ndarray) and rows.dtype.kind in "fiu":
-        # A copy, because torch refuses arrays that are read-only or have negative strides.
+        # Copy, because torch does not accept read-only arrays or arrays with negative strides.
         return torch.from_numpy(
             np.array(rows, np.float64 if rows.dtype.itemsize > 4 else np.float32)
         )
@@ -167,7 +169,7 @@ def as_rows(rows: object, what: str = "rows") -> Tensor:
 
 
 def stream_of(stream: object, where: str = "stream") -> SiteLayer:
-    """The pair (site, layer) as a tuple. The name of the site is not checked.
+    """The pair (site, layer) as a tuple. This function does not check the name of the site.
 
     Raises:
         SpecError: `stream` is not a pair of a text and a whole number.
@@ -182,7 +184,7 @@ def stream_of(stream: object, where: str = "stream") -> SiteLayer:
 
 def _checked_streams(streams: Iterable[SiteLayer]) -> list[SiteLayer]:
     found = [streams] if isinstance(streams, str) else list(streams)
-    if len(found) == 2 and isinstance(found[0], str):  # the caller gave one stream, not a list
+    if len(found) == 2 and isinstance(found[0], str):  # one stream in place of a list of streams
         raise SpecError(
             f"streams is {shown(streams)}; it must be a list of streams: [{shown(tuple(found))}]."
         )

@@ -20,11 +20,11 @@ from torch import Tensor
 from vllm_scope.request.selectors import Selector, Tokens, Word
 
 Ints = NDArray[np.int64]
-#: If a tensor has fewer numbers than this, torch uses only the caller's thread.
-#: torch 2.13, at::internal::GRAIN_SIZE
+#: If a tensor has fewer numbers than this, torch uses only the caller's thread. This number is
+#: at::internal::GRAIN_SIZE of torch 2.13.
 ONE_THREAD = 1 << 15
 _ALL = Word("all")
-#: Size of a number in bytes -> a torch dtype of this size that numpy also has.
+#: Maps the size of a number in bytes to a torch dtype of this size that numpy also has.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -34,7 +34,7 @@ class Part(NamedTuple):
     Attributes:
         positions: int64 [n].
         arrivals: int64 [n]. Of two rows of a request, the row that was computed later has the
-            larger number.
+            larger arrival.
         rows: [n, size].
     """
 
@@ -47,7 +47,7 @@ class Transcript(Sequence[int]):
     """A view of a prompt and of the first `num_output` tokens of an output.
 
     Args:
-        prompt_ids: [num_prompt]. The caller never changes this list.
+        prompt_ids: [num_prompt]. The caller never changes `prompt_ids`.
         output_ids: The caller can append ids to this list, and never changes an id.
     """
 
@@ -77,7 +77,7 @@ class Transcript(Sequence[int]):
 
 
 def num_processed(num_tokens: int, num_prompt: int) -> int:
-    """Number of positions with rows: all tokens except the last sampled token."""
+    """The number of positions that have rows. Only the last sampled token has no row."""
     return num_tokens - (1 if num_tokens > num_prompt else 0)
 
 
@@ -91,9 +91,9 @@ def wanted_positions(
     """The processed positions from `first` on that any selector selects, ascending.
 
     Args:
-        token_ids: prompt and output so far.
-        ended: True if the request has ended. Selectors then know which token is the last one.
-        first: Smaller positions are left out, and take no time.
+        token_ids: the token ids of the prompt, and of the output so far.
+        ended: True if the request has ended. Selectors then know which token is the last token.
+        first: Positions below `first` are left out, and take no time.
     """
     count = num_processed(len(token_ids), num_prompt)
     positions = np.arange(first, count, dtype=np.int64)
@@ -119,7 +119,7 @@ def last_of_each(positions: Ints) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which values of some parts are kept. Only the parts' positions and arrivals decide this.
+    """Says which values of some parts are kept, by the positions and arrivals of the parts.
 
     Attributes:
         positions: int64 [n], the positions of the kept values, ascending.
@@ -130,7 +130,8 @@ class Chosen:
     index: slice | Tensor
 
     def of(self, parts: Sequence[Part]) -> Tensor:
-        """The kept values, [n, size]. If there is one part and `index` is a slice, a view."""
+        """The kept values, [n, size]. The result is a view if there is one part and `index` is a
+        slice."""
         if len(parts) == 1:
             return parts[0].rows[self.index]
         return joined_rows([p.rows for p in parts])[self.index]
@@ -143,13 +144,13 @@ def joined_rows(pieces: Sequence[Tensor]) -> Tensor:
     busy for milliseconds.
 
     Args:
-        pieces: At least one tensor. All have the same dtype, and the same shape except for the
-            first axis. A piece can be non-contiguous, and is then copied only one time.
+        pieces: At least one tensor. All tensors have the same dtype, and the same shape except for
+            the first axis. A piece can be non-contiguous, and is then copied only one time.
     """
     dtype = pieces[0].dtype
     if sum(piece.numel() for piece in pieces) < ONE_THREAD:
         return torch.cat(list(pieces))
-    # numpy has no bfloat16.
+    # The numbers are joined as integers, because numpy has no bfloat16.
     bits = _BITS[dtype.itemsize]
     joined = np.concatenate([piece.detach().view(bits).numpy() for piece in pieces])
     return torch.from_numpy(joined).view(dtype)
@@ -165,7 +166,7 @@ def choose(parts: Sequence[Part], wanted: Ints) -> Chosen:
     positions = parts[0].positions
     if len(parts) > 1:
         positions = np.concatenate([p.positions for p in parts])
-    # The usual case: each position was computed one time, in ascending order, and no unwanted
+    # In the usual case, each position was computed one time, in ascending order, and no unwanted
     # position lies between wanted positions. Then the first n values are the wanted values.
     n = min(len(positions), len(wanted))
     if np.array_equal(positions[:n], wanted[:n]) and (
@@ -180,7 +181,8 @@ def choose(parts: Sequence[Part], wanted: Ints) -> Chosen:
 
 
 def last_values(parts: Sequence[Part], wanted: Ints, empty: Tensor) -> tuple[Tensor, Ints]:
-    """For each wanted position, the value that was computed last; and the positions, ascending.
+    """The value that was computed last at each wanted position, and the positions of these values,
+    ascending.
 
     Args:
         wanted: ascending.

@@ -23,13 +23,13 @@ def by_layout(
     """Yield the tokens of a batch and the bytes of these tokens, for one layout after another.
 
     Args:
-        layouts, layout_of, boundary: as in labels.Labels and sinks.RowBatch.
+        layouts, layout_of, boundary: the same as in labels.Labels and sinks.RowBatch.
         widths: bytes of a raw row, by its kind.
         slots: uint8 [num_slots, SLOT_BYTES].
 
     Yields:
-        (layout, indices of the layout's tokens [n], data: uint8 [n, bytes of a token]).
-        A layout without tokens is left out.
+        The layout, the indices [n] of the layout's tokens, and the bytes of these tokens, uint8 [n,
+        bytes of a token]. A layout without tokens is left out.
 
     Raises:
         ValueError: the number of slots contradicts the layouts.
@@ -61,11 +61,11 @@ def by_layout(
 
 
 def by_key(keys: np.ndarray) -> Iterator[tuple[int, slice | np.ndarray]]:
-    """Yield each key, ascending, with the indices at which `keys` has it.
+    """Yield each key, ascending, with the indices at which `keys` has this key.
 
-    If the indices of a key are evenly spaced, they are a slice, else an array. One message often
-    has several steps of the same requests. A request's tokens are then every n-th token of the
-    message, and a slice copies the tokens without a gather.
+    If the indices of a key are evenly spaced, these indices are a slice, else an array. One message
+    often has the rows of several steps of the same requests. The tokens of one request are then
+    every n-th token of the message, and a slice copies the tokens without a gather.
 
     Args:
         keys: int64 [n], n >= 1.

@@ -1,10 +1,10 @@
 """The tokens that one step computes, and the tokens whose rows a batch contains.
 
 Owns:  StepBatch, Labels.
-Runs:  StepBatch in the worker; Labels in the worker and in messages to front-ends.
+Runs:  StepBatch is used in the worker. Labels are used in the worker and in messages to front-ends.
 
-Both classes are msgspec.Structs, because the thread that launches the model creates them in each
-step. To create a frozen dataclass takes 1.4 us, ten times as long.
+StepBatch and Labels are msgspec.Structs, because the thread that launches the model creates both in
+each step. To create a frozen dataclass takes 1.4 us, ten times as long as to create a Struct.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class StepBatch(msgspec.Struct, frozen=True, eq=False):
         req_ids: the ids of the requests, in the order of their rows.
         query_start: int [num_reqs + 1], the first row of each request.
         num_computed: int [num_reqs], the position of each request's first row.
-        optimistic: True if `num_computed` can include rejected draft tokens. The true positions
-            are then on the device.
+        optimistic: True if `num_computed` can include rejected draft tokens. In this case, the
+            actual positions are on the device.
     """
 
     req_ids: list[str]
@@ -40,10 +40,10 @@ class Labels(msgspec.Struct, frozen=True, eq=False):
     Attributes:
         keys: int64 [num_tokens], the key of each token's request.
         positions: int64 [num_tokens], each token's position in its request.
-        layout_of: int32 [num_tokens], index into `layouts`.
+        layout_of: int32 [num_tokens], the index of each token's layout in `layouts`.
         layouts: the distinct layouts.
-        rows: int64 [num_tokens], the row of each token in the step. The worker uses the row to find
-            the token's true position.
+        rows: int64 [num_tokens], the row of each token in the step. The worker uses this row to
+            find the token's actual position.
     """
 
     keys: Ints

@@ -1,7 +1,7 @@
 """Computes a probe's scores and aggregates from the numbers of the probe's nets.
 
 Owns:  Readout (for a request's positions, in order), `scores_of` (for single tokens).
-Runs:  in the front-end (results), and in the worker (sinks.request). numpy, no GPU.
+Runs:  in the front-end (results), and in the worker (sinks.request), with numpy on the CPU.
 From:  request.resolve (the probe).
 
 Promise: the scores and aggregates do not depend on how many positions one call has. Numbers are
@@ -96,8 +96,8 @@ class Readout:
 
 
 def scores_of(probe: ResolvedProbe, numbers: Tensor) -> Tensor:
-    """float32 [n]: the scores of a probe that scores each token separately, from `numbers`
-    [n, 1 or more]."""
+    """The scores, float32 [n], of a probe that scores each token separately. `numbers` has the
+    shape [n, 1 or more]."""
     with np.errstate(over="ignore", invalid="ignore"):
         return torch.from_numpy(_scores(probe, numbers.numpy()))
 
@@ -108,20 +108,22 @@ def _scores(probe: ResolvedProbe, numbers: NDArray[np.float32]) -> NDArray[np.fl
 
 
 def _activated(probe: ResolvedProbe, scores: NDArray[Any]) -> NDArray[np.float32]:
-    """The scores after the probe's activation, float32, from float32 or float64."""
+    """The scores after the probe's activation function, as float32. `scores` can be float64."""
     if probe.activation == "sigmoid":
-        # torch.sigmoid rounds the last few elements of a tensor in a different way.
+        # torch.sigmoid rounds the last few elements of a tensor differently than all others.
         scores = 1 / (1 + np.exp(-scores.astype(np.float64)))
     return scores.astype(np.float32, copy=False)
 
 
 class _Pool:
-    """The sum over heads of each head's softmax-weighted average of the values so far."""
+    """Each head of a probe averages the values so far, with softmax weights. The result is the sum
+    of these averages over all heads."""
 
     def __init__(self, num_heads: int) -> None:
-        #: For each head: the largest logit, and the next multiple of _STEP (the reference).
+        #: For each head, the largest logit, and the next larger multiple of _STEP (the reference).
         self._top = np.full((2, num_heads), -np.inf)
-        #: For each head: sums of weights and of weighted values. Weight: exp(logit - reference).
+        #: For each head, the sum of weights and the sum of weighted values. A weight is exp(logit -
+        #: reference).
         self._sums = np.zeros((2, num_heads))
 
     def add(self, numbers: Floats) -> Floats:
@@ -134,7 +136,7 @@ class _Pool:
         with np.errstate(invalid="ignore"):
             tops = np.maximum.accumulate(np.vstack([self._top[:1], logits]))
             bases = np.vstack([self._top[1:], np.ceil(tops[1:] / _STEP) * _STEP])
-            # A logit of minus infinity has weight 0, also as the first logit.
+            # A logit of minus infinity has weight 0, even if it is the first logit.
             weights = np.exp(np.where(np.isneginf(logits), -np.inf, logits - bases[1:]))
             terms = np.stack([weights, weights * values], axis=1)
             found = np.empty(terms.shape)
@@ -153,7 +155,7 @@ class _Pool:
 
 class _Running(Protocol):
     def add(self, scores: Floats) -> Floats:
-        """The aggregate at each of the next n >= 1 positions, [n], from their scores, [n]."""
+        """The aggregates at the next n >= 1 positions, from the scores at these positions."""
 
 
 class _Max:
@@ -201,21 +203,22 @@ class _RollingMean:
     """The mean of the last `window` scores.
 
     The positions are divided into blocks of `window` positions. A window consists of the end of one
-    block and the beginning of the next block. Both parts have running sums. One running sum over
-    all positions would be wrong: a NaN, or the rounding error of a large score, would stay in the
-    sum after the score has left the window.
+    block and the beginning of the next block. Both parts of the window have running sums. One
+    running sum over all positions would be wrong, because a NaN, or the rounding error of a large
+    score, would stay in the sum after the score has left the window.
 
     Args:
-        largest: True if `add` returns, at each position with a full window, the largest mean so far
-            of any full window.
+        largest: True if `add` returns the largest mean of all full windows so far, at each position
+            with a full window.
     """
 
     def __init__(self, window: int, largest: bool) -> None:
         self._window, self._count = window, 0
-        #: The scores of the last block, which is not full; how many scores it has; their sum. A
-        #: part of the array that was never written takes no memory.
+        #: `_block`: the scores of the last block, which is not full. `_begun`: the number of these
+        #: scores. `_sum`: the sum of these scores. A part of `_block` that was never written takes
+        #: no memory.
         self._block, self._begun, self._sum = np.zeros(window), 0, 0.0
-        #: [window + 1]: sums over the previous block, from each index to the block's end.
+        #: [window + 1], sums over the previous block's scores, from each index to the block's end.
         self._ends = np.zeros(window + 1)
         self._max = _Max() if largest else None
 

@@ -1,7 +1,7 @@
 """Makes features from the numbers that a bank or a Strongest delivered.
 
 Owns:  SparseRows, `sparse_rows`.
-Runs:  in the front-end (results), and in the worker (sinks.request). No GPU.
+Runs:  in the front-end (results), and in the worker (sinks.request), on the CPU.
 From:  request.resolved (the request's action).
 """
 

@@ -19,12 +19,13 @@ Floats = NDArray[np.float64]
 #: Bounds of `num_waiting`. If more rows wait, the products x x^T take less time for each row, and
 #: the waiting rows take more memory.
 LEAST_ROWS, MOST_ROWS = 256, 4096
-#: Rows of x x^T that one product computes: 32 MiB if x x^T has 4,096 columns.
+#: The number of rows of the matrix x x^T that one product computes. If x x^T has 4,096 columns,
+#: these rows need 32 MiB.
 BLOCK = 1024
 
 
 def upper_blocks(width: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (rows, columns) of each block of x x^T on or above the diagonal."""
+    """Yield (rows, columns) of each block of the matrix x x^T on or above the diagonal."""
     for first in range(0, width, BLOCK):
         yield slice(first, min(first + BLOCK, width)), slice(first, width)
 
@@ -35,11 +36,11 @@ def num_waiting(width: int) -> int:
 
 
 def bytes_of(width: int, itemsize: int, covariance: bool, targets: bool) -> int:
-    """Bytes of device memory for the sums of one name, place and label.
+    """The number of bytes of device memory for the sums of one name, place and label.
 
     Args:
         width: How many numbers a row has.
-        itemsize: Bytes of one number of a row.
+        itemsize: The number of bytes of one number of a row.
         covariance: True if there is a sum of x x^T.
         targets: True if there is a sum of x y.
     """
@@ -52,8 +53,8 @@ class Packed(msgspec.Struct, frozen=True):
 
     Attributes:
         count, missing, target, target_squared: `count`, `missing`, `y` and `yy` of Sums.
-        arrays: float64 numbers as bytes: the sum of x, the sum of x y, and the `upper_blocks` of
-            the sum of x x^T. Empty for a sum that does not exist.
+        arrays: the bytes of float64 numbers, for the sum of x, the sum of x y, and the
+            `upper_blocks` of the sum of x x^T. For a sum that does not exist, the bytes are empty.
     """
 
     count: int
@@ -73,8 +74,8 @@ class Sums:
         xx: [width, width], the sum of x x^T; None without covariance.
         xy: [width], the sum of x y; None without targets.
         y, yy: the sum of the targets, and the sum of their squares; 0 without targets.
-        missing: How many selected rows were not added. Reasons: the device had no room, or the
-            request's options differ from the options of the sums.
+        missing: How many selected rows were not added. The reason is that the device had no room,
+            or that the request's options differ from the options of the sums.
     """
 
     count: int
@@ -87,7 +88,7 @@ class Sums:
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """(whether the sum of x x^T exists, whether the sum of x y exists)."""
+        """Whether the sum of x x^T exists, and whether the sum of x y exists."""
         return self.xx is not None, self.xy is not None
 
     @property
@@ -113,7 +114,8 @@ class Sums:
 
     @property
     def covariance(self) -> Floats:
-        """[width, width], `scatter` divided by the number of rows. Raises the same ValueError."""
+        """[width, width], `scatter` divided by the number of rows. Raises the same ValueError as
+        `scatter`."""
         return self.scatter / self.count
 
     def __add__(self, other: Sums) -> Sums:
@@ -150,7 +152,8 @@ class Sums:
         return found
 
     def to_bytes(self) -> bytes:
-        """The bytes of a safetensors file. Each attribute is a float64 tensor of the same name."""
+        """The bytes of a safetensors file. Each attribute of Sums is a float64 tensor with the same
+        name."""
         from safetensors.numpy import save
 
         numbers = {name: getattr(self, name) for name in ("count", "missing", "y", "yy")}
@@ -160,7 +163,7 @@ class Sums:
 
     @staticmethod
     def from_bytes(data: bytes) -> Sums:
-        """The Sums in the result of `to_bytes`."""
+        """The Sums that `to_bytes` has written as `data`."""
         from safetensors.numpy import load
 
         found = load(data)

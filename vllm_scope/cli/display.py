@@ -1,9 +1,9 @@
 """Displays of `watch`, which show a streaming answer as coloured tokens or as plain lines.
 
-Coloured  on a terminal
-Lines     on anything else (a pipe, a file, a terminal without colours); no control characters
+`Coloured` is the display on a terminal. `Lines` is the display on anything else (a pipe, a file, a
+terminal without colours), and writes no control characters.
 
-Each display has `add(chunk)` and `end()`.
+Each display has the methods `add(chunk)` and `end()`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm_scope.cli.remote import printable
 if TYPE_CHECKING:
     from vllm_scope.client import Chunk
 
-#: Probabilities between one colour and the next, from blue to red.
+#: The probabilities at which one colour changes to the next colour, from blue to red.
 _EDGES = (0.05, 0.2, 0.4, 0.6, 0.8, 0.95)
 _STYLES = (
     "white on color(25)", "black on color(74)", "black on color(153)", "",
@@ -39,8 +39,8 @@ class Scale:
     """Maps a probe's score to a colour, by sigmoid(slope * score + offset).
 
     Attributes:
-        calibrated: True if the sigmoid is the concept's probability. The legend then shows
-            probabilities, otherwise scores.
+        calibrated: True if the sigmoid is the concept's probability. If `calibrated` is True, the
+            legend shows probabilities, otherwise scores.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Scale:
     calibrated: bool
 
     def level(self, score: float) -> int | None:
-        """Index of the colour, 0 to 6; None for NaN."""
+        """The index of a score's colour, from 0 to 6, or None if the score is NaN."""
         if math.isnan(score):
             return None
         logits = [_logit(edge) for edge in _EDGES]
@@ -60,7 +60,7 @@ class Scale:
         return "" if level is None else _STYLES[level]
 
     def labels(self) -> list[str]:
-        """The range of probabilities or scores of each level."""
+        """For each colour, the text of its range of probabilities or scores."""
         edges = [f"{edge:.0%}".removesuffix("%") for edge in _EDGES]
         unit = " %"
         if not self.calibrated:
@@ -91,7 +91,8 @@ class Coloured:
         self._print(Text(printable(prompt), "dim"))
 
     def _print(self, text: Text) -> None:
-        # The terminal wraps long lines, so that copied text has no added line ends.
+        # Long lines are wrapped by the terminal and not by rich, so that copied text has no added
+        # line ends.
         self._console.print(text, end="", soft_wrap=True)
 
     def add(self, chunk: Chunk) -> None:
@@ -115,7 +116,8 @@ class Coloured:
 
 
 class Lines:
-    """Shows a line for each token: the position, the scores of its row, and the text as JSON."""
+    """Shows a line for each token: the token's position, the scores of the token's row, and the
+    text as JSON."""
 
     def __init__(self, console: Console, names: Sequence[str]) -> None:
         self._file, self._names = console.file, names
@@ -132,7 +134,7 @@ class Lines:
             self._write(str(token.position), cells, _quoted(token.text))
 
     def end(self) -> None:
-        """Does nothing: each line was written when its token arrived."""
+        """Does nothing, because each line was written when its token arrived."""
 
 
 def _quoted(text: str) -> str:

@@ -1,4 +1,4 @@
-"""`vllm-scope doctor`: which sites of a model can be read, on this machine, with this vLLM.
+"""`vllm-scope doctor`: finds which sites of a model can be read on this machine with this vLLM.
 
 vLLM's own worker builds the model without weights, and the command taps each site. If vLLM's
 sources differ from the release with which vllm-scope was checked, a second table lists the
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from vllm_scope.engine.describe import ModelReport
     from vllm_scope.engine.digests import Comparison
 
-#: Exit statuses. READABLE: the configured sites can be read. UNREADABLE: these sites cannot be
-#: read. UNKNOWN: there is no answer (an unknown model, wrong options, no memory).
+#: Exit statuses. READABLE: the configured sites can be read. UNREADABLE: the configured sites
+#: cannot be read. UNKNOWN: the command found no answer (an unknown model, wrong options, or not
+#: enough memory).
 READABLE, UNREADABLE, UNKNOWN = 0, 1, 2
 
 
@@ -44,7 +45,7 @@ def examine(
     saes: Mapping[str, str] | None = None,
     lenses: Mapping[str, str] | None = None,
 ) -> int:
-    """Print the findings; return the exit status.
+    """Print which sites can be read, and return the exit status.
 
     Args:
         engine_args: arguments of vLLM's EngineArgs.
@@ -94,8 +95,8 @@ def examine(
 
 
 def check_path(model: str) -> None:
-    """Raises ConfigError if `model` looks like a path that does not exist. vLLM would use the path
-    as a name on Hugging Face."""
+    """Raises ConfigError if `model` looks like a path that does not exist. vLLM would take such a
+    path as the name of a model on Hugging Face."""
     path = Path(model).expanduser()
     looks_so = path.is_absolute() or model.startswith((".", "~"))
     if looks_so and not path.exists():
@@ -127,7 +128,7 @@ def _say_saes(console: Console, report: ModelReport, paths: Mapping[str, str]) -
 
 def _say_lenses(console: Console, report: ModelReport, paths: Mapping[str, str]) -> int:
     """Print how much device memory the maps of lenses take, and the digests of the lenses' files.
-    Returns UNKNOWN if a lens cannot be read, or if it is for another model."""
+    Returns UNKNOWN if a lens cannot be read, or if the lens is for another model."""
     import torch
 
     from vllm_scope.lenses.linear import load_lens
@@ -182,7 +183,7 @@ def _say_changes(console: Console, found: Comparison) -> None:
     if not found.changes:
         return
     if found.is_new:
-        title, state = f"Not in vLLM {version} as in {release}", "new release"
+        title, state = f"Changed in vLLM {version} since {release}", "new release"
         why = f"the source changed after {release}, which vllm-scope was checked with"
     else:
         title, state = f"Not as in the published vLLM {release}", "differs"
@@ -218,7 +219,7 @@ def sentence_of(error: Exception) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Suppress all output of Python and of its libraries in the `with` block."""
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # vLLM reads it at import
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # vLLM reads this variable when it is imported
     kept, level = [os.dup(number) for number in (1, 2)], logging.root.manager.disable
     with tempfile.TemporaryFile() as nowhere, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -240,7 +241,8 @@ def _table(report: ModelReport) -> Table:
     table = Table(title=f"{report.num_layers} layers of {report.hidden_size}, {report.dtype}")
     for heading in ("site", "layers", "configured", "why not"):
         table.add_column(heading)
-    # The exit of a layer is the entry of the next layer. Therefore these two sites give resid_pre.
+    # The exit of a layer is the entry of the next layer. Therefore `embed` and `resid_post`
+    # together contain the rows of `resid_pre`.
     free = {"resid_pre"} if {"embed", "resid_post"} <= {*report.configured} else set()
     for site in SITES:
         found = report.sites[site]

@@ -1,4 +1,4 @@
-"""`vllm-scope harvest`: rows of a data set's documents, into shards."""
+"""`vllm-scope harvest`: writes the rows of a data set's documents into shards."""
 
 from __future__ import annotations
 

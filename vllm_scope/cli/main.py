@@ -1,4 +1,4 @@
-"""The commands and their options. Each command is implemented in the file of its name."""
+"""The commands and their options. Each command's code is in the file with its name."""
 
 from __future__ import annotations
 
@@ -35,34 +35,38 @@ def doctor(
         typer.Option(
             min=0.001,
             max=1,
-            help="As vLLM's: the share of memory that must be free; default: 0.01.",
+            help="As in vLLM, the share of memory that must be free. Default: 0.01.",
         ),
     ] = None,
     sites: Annotated[
         str | None,
-        typer.Option(help="Sites to configure, such as resid_mid,attn_out; default: the engine's."),
+        typer.Option(
+            help="Sites to configure, such as resid_mid,attn_out. Default: as in an engine."
+        ),
     ] = None,
     saes: Annotated[
         str | None,
-        typer.Option(help="Sparse autoencoders, such as toy=FOLDER,other=FILE: their memory."),
+        typer.Option(help="Sparse autoencoders to measure, such as toy=FOLDER,other=FILE."),
     ] = None,
     lenses: Annotated[
         str | None,
-        typer.Option(help="Tuned or Jacobian lenses, such as tuned=FILE: their memory."),
+        typer.Option(help="Tuned or Jacobian lenses to measure, such as tuned=FILE."),
     ] = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Say which sites and layers of MODEL can be read with this vLLM, and why others cannot be.
+    """Say which sites and layers of MODEL can be read with this vLLM, and why
+    other sites cannot be read.
 
-    The model is built without weights. Only its configuration is downloaded,
-    and nothing is compiled. A server can run at the same time. The command
-    tries each site, also sites that are tapped only if they are configured.
+    The model is built without weights. Only the model's configuration is
+    downloaded, and nothing is compiled. A server can run at the same time. The
+    command tries each site, also sites that are tapped only if they are
+    configured.
 
-    Exit status: 0 if an engine with these sites can read the model; 1 if the
-    engine cannot read it; 2 if there is no answer (an unknown model, wrong
-    options, or no memory).
+    The exit status is 0 if an engine with these sites can read the model, 1 if
+    the engine cannot read the model, and 2 if there is no answer (an unknown
+    model, wrong options, or no memory).
     """
-    gc.disable()  # saves 1.5 of 10 s; imported objects stay in memory anyway
+    gc.disable()  # saves 1.5 s of 10 s; imported objects stay in memory anyway
     from vllm_scope.cli.doctor import examine
 
     options: dict[str, object] = {
@@ -78,7 +82,7 @@ def doctor(
 
 
 def _paths(option: str, text: str | None) -> dict[str, str]:
-    """Name -> path, from the text "name=path,other=path"."""
+    """Parse a text such as "name=path,other=path": maps names to paths."""
     pairs = [] if text is None else [each.partition("=") for each in text.split(",")]
     for name, _, path in pairs:
         if not (name.strip() and path):
@@ -92,9 +96,11 @@ def _paths(option: str, text: str | None) -> dict[str, str]:
 def read(
     prompt: str,
     site: Annotated[str, typer.Option(help="As q, z ...: docs/sites.md.")] = "resid_post",
-    layers: Annotated[str, typer.Option(help="all, or numbers such as 2,5 or 0-3.")] = "all",
+    layers: Annotated[
+        str, typer.Option(help="Layers: all, or numbers such as 2,5 or 0-3.")
+    ] = "all",
     tokens: Annotated[
-        str, typer.Option(help="all, prompt, generated, last_prompt or last.")
+        str, typer.Option(help="Tokens: all, prompt, generated, last_prompt or last.")
     ] = "all",
     save: Annotated[Path | None, typer.Option(help="A .safetensors file to write.")] = None,
     url: Url = _LOCAL,
@@ -118,15 +124,19 @@ def harvest(
     model: Annotated[str, typer.Option(help="A model's name or folder, as vLLM takes it.")],
     out: Annotated[str, typer.Option(help="A folder, or a URL that fsspec knows.")],
     site: Annotated[list[str] | None, typer.Option(help="May be given several times.")] = None,
-    layers: Annotated[str, typer.Option(help="all, or numbers such as 2,5 or 0-3.")] = "all",
-    tokens: Annotated[str, typer.Option(help="all, last, or a selector as JSON.")] = "all",
-    codec: Annotated[str | None, typer.Option(help="As int8, or an object as JSON.")] = None,
+    layers: Annotated[
+        str, typer.Option(help="Layers: all, or numbers such as 2,5 or 0-3.")
+    ] = "all",
+    tokens: Annotated[str, typer.Option(help="Tokens: all, last, or a selector as JSON.")] = "all",
+    codec: Annotated[str | None, typer.Option(help="A codec, or its options as JSON.")] = None,
     column: Annotated[str | None, typer.Option(help="Column of texts or ids.")] = None,
     id_column: Annotated[str | None, typer.Option(help="Column of document ids.")] = None,
-    split: Annotated[str, typer.Option(help="Of a Hugging Face data set.")] = "train",
-    config: Annotated[str | None, typer.Option(help="Of a Hugging Face data set.")] = None,
+    split: Annotated[str, typer.Option(help="Split of a Hugging Face data set.")] = "train",
+    config: Annotated[
+        str | None, typer.Option(help="Configuration of a Hugging Face data set.")
+    ] = None,
     long: Annotated[str, typer.Option(help="Long documents: truncate, split or pack.")] = "split",
-    context: Annotated[int | None, typer.Option(help="The most tokens of a prompt.")] = None,
+    context: Annotated[int | None, typer.Option(help="Most tokens of one prompt.")] = None,
     file_mib: Annotated[int, typer.Option(min=1, help="Size of a shard.")] = 256,
     fsync: Annotated[bool, typer.Option("--fsync", help="Wait for the disk.")] = False,
     mode: Annotated[str, typer.Option(help="Of the files.")] = "600",
@@ -138,11 +148,12 @@ def harvest(
     engine: Annotated[str | None, typer.Option(help="Further arguments of LLM, as JSON.")] = None,
     engines: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of engines; with --ray, default: as many as fit."),
+        typer.Option(min=1, help="Number of engines. Default with --ray: as many as fit."),
     ] = None,
-    ray: Annotated[bool, typer.Option("--ray", help="Engines on the hosts of a cluster.")] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Run the engines on a Ray cluster.")] = False,
     ray_address: Annotated[
-        str | None, typer.Option(help="The cluster's address; default: RAY_ADDRESS, or a new one.")
+        str | None,
+        typer.Option(help="Address of the Ray cluster. Default: RAY_ADDRESS, or a new cluster."),
     ] = None,
 ) -> None:
     """Compute the rows of DATASET's documents, and write them to shards.
@@ -170,7 +181,7 @@ def harvest(
 @app.command()
 def steer(
     prompt: str,
-    module: Annotated[str, typer.Option(help="A file of vectors, or the name of a module.")],
+    module: Annotated[str, typer.Option(help="A file of vectors, or a steering module's name.")],
     scale: Annotated[list[float] | None, typer.Option(help="May be given several times.")] = None,
     url: Url = _LOCAL,
     api_key: ApiKey = None,
@@ -187,18 +198,18 @@ def steer(
 @app.command()
 def watch(
     prompt: str,
-    probe: Annotated[list[Path], typer.Option(help="A probe's .safetensors; can be several.")],
+    probe: Annotated[list[Path], typer.Option(help="A probe's file; can be repeated.")],
     layer: Annotated[
         int | None,
-        typer.Option(min=0, help="Layer of the scored rows, for probes without a .json."),
+        typer.Option(min=0, help="Layer of the scored rows, for a probe without a .json file."),
     ] = None,
     chat: Annotated[
         bool, typer.Option(help="PROMPT is a user's message, or a JSON list of messages.")
     ] = False,
-    system: Annotated[str | None, typer.Option(help="A system message, before a chat.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message of the chat.")] = None,
     tokens: Annotated[
         str | None,
-        typer.Option(help="all, prompt, generated, ...; default: as in the probe's file."),
+        typer.Option(help="Tokens: all, prompt, generated, ... Default: as in the probe's file."),
     ] = None,
     url: Url = _LOCAL,
     api_key: ApiKey = None,
@@ -208,8 +219,8 @@ def watch(
     """Complete PROMPT, and show the scores of probes while the tokens stream.
 
     On a terminal each token has the colour of the first probe's score. In a
-    pipe, and with NO_COLOR, each token has a line: the position, the scores of
-    the token's row, and the text as JSON, with tabs between them.
+    pipe, or if NO_COLOR is set, each token has a line with the position, the
+    scores of the token's row, and the text as JSON, with tabs between them.
     """
     from vllm_scope.cli.remote import Server
     from vllm_scope.cli.watch import watch as run
@@ -221,9 +232,9 @@ def watch(
 @app.command()
 def monitor(
     url: Annotated[str, typer.Argument(envvar="VLLM_SCOPE_URL", help="Of the server.")] = _LOCAL,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between requests.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one table, and end.")] = False,
-    page: Annotated[Path | None, typer.Option(help="A .html file to write, and end.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write this .html file, and end.")] = None,
     api_key: ApiKey = None,
     admin_key: Annotated[
         str | None, typer.Option(envvar="VLLM_SCOPE_ADMIN_KEY", help="The operator's key.")
@@ -231,8 +242,9 @@ def monitor(
 ) -> None:
     """Show a server's monitors, and their findings since they were set.
 
-    On a terminal the table is refreshed until Ctrl-C. A pipe gets the table once.
-    The server's page /scope/monitors shows the same table in a browser.
+    On a terminal the table is refreshed until Ctrl-C. In a pipe, the table is
+    printed once. The server's page /scope/monitors shows the same table in a
+    browser.
     """
     from vllm_scope.cli.monitor import monitor as run
 

@@ -1,4 +1,4 @@
-"""`vllm-scope monitor`: a server's monitors and their findings, as a live table or a page.
+"""`vllm-scope monitor`: shows a server's monitors and their findings as a live table or a page.
 
 The figures come from /v1/scope/monitors/activity. The operator's page shows the same figures.
 """
@@ -26,10 +26,12 @@ from vllm_scope.views.monitors import fill, mib, monitor_page, share, time_of
 if TYPE_CHECKING:
     from vllm_scope.client import ScopeClient
 
-#: Seconds to wait for an answer. The time is short, because the model does not run.
+#: Seconds to wait for an answer. The time is short, because the server does not run the model for
+#: such an answer.
 _TIMEOUT_S = 30.0
 _BARS = " ▁▂▃▄▅▆▇█"
-#: If the console has this width or more, a bar covers two ranges of scores, else four.
+#: If the console has this width or more, a bar covers two ranges of scores. Otherwise a bar covers
+#: four ranges.
 _WIDE = 100
 #: The largest number of verdicts that are listed, for all monitors together.
 _MOST_VERDICTS = 5
@@ -39,11 +41,12 @@ def monitor(
     url: str, api_key: str | None, admin_key: str | None, interval: float, once: bool,
     page: Path | None = None,
 ) -> None:  # fmt: skip
-    """Show a server's monitors until Ctrl-C. If `once` is True or stdout is no terminal: one table.
+    """Show a server's monitors until Ctrl-C. If `once` is True or stdout is not a terminal, print
+    only one table.
 
     Args:
         interval: seconds between two requests to the server.
-        page: a .html file to write instead of the table.
+        page: a .html file that is written instead of the table.
     """
     console = Console()
     try:

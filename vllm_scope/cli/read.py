@@ -1,4 +1,4 @@
-"""`vllm-scope read`: rows of one prompt, from a server, as a table and a file."""
+"""`vllm-scope read`: shows the rows of one prompt from a server, as a table and a file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read(
         out = client.complete(prompt, Read(site, layers=found, tokens=tokens), **server.fields)
         if (scope := out.scope) is None:
             raise ScopeError(f"{server.url} sent no rows; it is a server without vllm-scope.")
-        if save is not None:  # first, so that a later error does not lose the rows
+        if save is not None:  # write first, so that a later error does not lose the rows
             _write(save, scope)
         console.print(Text(printable(prompt)).append(printable(out.text), "bold"))
         console.print(_table(scope))

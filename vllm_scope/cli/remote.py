@@ -1,4 +1,4 @@
-"""The server of `read`, `steer` and `watch`, its errors, and the commands' options as values."""
+"""Calls the server for `read`, `steer` and `watch`, shows errors, and parses options."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def asking(server: Server, console: Console) -> Iterator[ScopeClient]:
     try:
         with ScopeClient(server.url, server.api_key) as client:
             yield client
-    except BrokenPipeError:  # for example with `| head`
+    except BrokenPipeError:  # the reader of the pipe has ended, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except UnreachableError as error:

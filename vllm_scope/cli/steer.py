@@ -1,4 +1,4 @@
-"""`vllm-scope steer`: completions of one prompt, without and with a steering module."""
+"""`vllm-scope steer`: completes one prompt without and with a steering module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_scope.vectors import load_vectors
 
 
 def steer(server: Server, prompt: str, module: str, scales: list[float]) -> None:
-    """Print a completion for each scale. With scale 0 the module is not added."""
+    """Print a completion for each scale. With scale 0, the steering module is not added."""
     console = Console()
     with asking(server, console) as client:
         each = [_additions(module, scale) if scale else [] for scale in scales]
@@ -26,7 +26,7 @@ def steer(server: Server, prompt: str, module: str, scales: list[float]) -> None
 
 
 def _additions(module: str, scale: float) -> list[Action]:
-    """An Add for each vector of a file, or one Add for a module that the server holds."""
+    """An Add for each vector of a file, or one Add for a steering module that the server holds."""
     if Path(module).suffix not in (".safetensors", ".gguf", ".npz", ".json"):
         if Path(module).is_file():
             raise ScopeError(

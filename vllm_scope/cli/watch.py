@@ -1,4 +1,4 @@
-"""`vllm-scope watch`: an answer as it streams, each token with the scores of probes."""
+"""`vllm-scope watch`: shows an answer while it streams, each token with the scores of probes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def watch(
     """Complete a prompt, and show each token with its scores as it streams.
 
     Args:
-        prompt: a text; in a chat a user's message, or a JSON list of messages.
+        prompt: a text. In a chat, the prompt is a user's message or a JSON list of messages.
         files: the files of probes (vectors.probe_files). The first probe colours the text.
         layer: the layer of the scored rows, for probe files without a .json file.
         system: a system message, which makes the prompt a chat.
-        tokens: a selector; None: "generated" for a probe that was fitted to generated tokens, else
-            "all".
+        tokens: the selector of the tokens that are scored. If None, the selector is "generated" for
+            a probe that was fitted to generated tokens, and "all" for other probes.
     """
     console = Console()
     messages = messages_of(prompt, chat, system)
@@ -88,8 +88,8 @@ class Watched:
 
 
 def load(path: Path, layer: int | None, tokens: str | None, template: str) -> Watched:
-    """The probe of a file. The probe's name is the file's name. A .json beside the file has the
-    probe's place. Without a .json, the place is `resid_post` at `layer`."""
+    """The probe of a file. The probe's name is the file's name. A .json file of the same name has
+    the probe's place. If there is no .json file, the place is `resid_post` at `layer`."""
     weight, bias = read_weights(probe_path(path))
     beside = path.with_suffix(".json")
     if beside.exists():

@@ -25,7 +25,7 @@ from vllm_scope.request.streams import OverStreams
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: (site, layer, "after" or "before")
+#: The key of a stream: (site, layer, "after" or "before").
 StreamKey = tuple[str, int, str]
 #: Positions of a probe's scores, int64 [n], and the scores, float32 [n].
 Scored = tuple[NDArray[np.int64], NDArray[np.float32]]
@@ -36,10 +36,10 @@ class Rows:
     """Rows in the dtype in which the server sent them.
 
     Attributes:
-        positions: int64 [n], ascending.
-        bits: [n, hidden_size], or [n, heads, numbers of a head]; uint16 if dtype is bfloat16,
-            because numpy has no bfloat16.
-        dtype: float32, float16 or bfloat16.
+        positions: the positions of the rows, int64 [n], ascending.
+        bits: the rows as an array [n, hidden_size] or [n, heads, numbers of a head]. The array is
+            uint16 if `dtype` is bfloat16, because numpy has no bfloat16.
+        dtype: the dtype of the rows, which is float32, float16 or bfloat16.
     """
 
     positions: NDArray[np.int64]
@@ -60,8 +60,8 @@ class Rows:
 
 
 class Scores(Named[NDArray[np.float32]]):
-    """Name of a probe -> its scores or its aggregates, float32 [n], in position order. A value that
-    is not finite is NaN."""
+    """Maps the name of a probe to the probe's scores or aggregates, float32 [n], in the order of
+    positions. A value that is not finite is NaN."""
 
     what = "scores"
 
@@ -82,12 +82,12 @@ class Scores(Named[NDArray[np.float32]]):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The first position at which a probe's value is above its threshold.
+    """The first position at which the value of a probe is above the probe's threshold.
 
     Attributes:
-        position: absolute, counted from the prompt's first token.
-        value: the aggregate at this position, or the score if the probe has no aggregate; inf if
-            the value overflowed.
+        position: the token's position, counted from the prompt's first token.
+        value: the aggregate at this position, or the score if the probe has no aggregate. A value
+            that overflowed is inf.
     """
 
     position: int
@@ -96,7 +96,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Counts:
-    """How a choice's scope ended, and how many of its rows and scores arrived."""
+    """How the scope of a choice ended, and how many of the choice's rows and scores arrived."""
 
     status: str = "streaming"
     error: str | None = None
@@ -110,25 +110,28 @@ class Counts:
 class ScopeData(OverStreams, Counts):
     """The rows and scores of one choice; in a chunk, only the new rows and scores.
 
-    `data["resid_post", 5]` is [positions, hidden_size], and `data["q", 5]` is [positions, heads,
-    numbers of a head]. The dtype is float32 or float16; bfloat16 becomes float32.
-    `data["resid_post", 5, "before"]` has rows that were read before edits. Iteration, `len` and
-    `in` use the (site, layer) of each stream, as in a ScopeResult.
+    `data["resid_post", 5]` is an array [positions, hidden_size], and `data["q", 5]` is an array
+    [positions, heads, numbers of a head]. The dtype of an array is float32 or float16; bfloat16
+    becomes float32. `data["resid_post", 5, "before"]` has rows that were read before edits.
+    Iteration, `len` and `in` use the (site, layer) of each stream, as in a ScopeResult.
 
     Attributes:
         status: "complete", "incomplete", "aborted" or "failed"; "streaming" in every chunk except
             the last chunk of its choice.
-        error: the reason, if status is "failed".
-        expected, delivered, dropped: numbers of rows and scores; 0 while streaming.
-        sinks: name of a sink -> status, reason, expected, delivered, dropped, and the names of its
-            files. With the operator's key, also `details` with the files' paths.
-        features: name of a `Features` -> its SparseFeatures.
-        lens: name of a `LensTopK` -> layer -> its TopTokens.
-        aggregates: name of a probe -> its aggregates, for the probes with an aggregate.
-        verdicts: name of a probe -> its verdict, if the probe has a verdict. A chunk repeats the
+        error: the reason why the scope failed, if status is "failed".
+        expected, delivered, dropped: the number of rows and scores that were expected, delivered or
+            dropped. 0 while `status` is "streaming".
+        sinks: by the name of each sink, a mapping with `status`, `reason`, `expected`, `delivered`,
+            `dropped` and `names` (the names of the sink's files). If the request was sent with the
+            operator's key, the mapping also has `details`, with the paths of the files.
+        features: maps the name of a `Features` to its SparseFeatures.
+        lens: the TopTokens, by the name of a `LensTopK` and then by layer.
+        aggregates: maps the name of each probe that has an aggregate to the probe's aggregates.
+        verdicts: maps the name of each probe that has a verdict to the verdict. A chunk repeats the
             verdicts of the earlier chunks.
-        begun: name of a probe with `after` -> the first position that the probe scores. Absent
-            before the verdict of the probe in `after`. A chunk repeats earlier entries.
+        begun: maps the name of a probe with `after` to the first position that the probe scores. A
+            probe has no entry before the verdict of the probe that its `after` names. A chunk
+            repeats the entries of the earlier chunks.
         decisions: the decisions of the request's policy; in a stream, only in the last chunk.
     """
 
@@ -142,7 +145,7 @@ class ScopeData(OverStreams, Counts):
     decisions: tuple[Decided, ...] = field(default=(), repr=False)
 
     def keys(self) -> list[tuple[str, int]]:
-        """(site, layer) of each stream."""
+        """The site and the layer of each stream."""
         return list(dict.fromkeys((site, layer) for site, layer, _ in self.rows))
 
     def _at(self, stream: object) -> Rows:
@@ -154,7 +157,7 @@ class ScopeData(OverStreams, Counts):
     def positions(
         self, site: str, layer: int | None = None, when: str | None = None
     ) -> NDArray[np.int64]:
-        """The positions of a stream's rows, int64 [n], ascending, as in
+        """The positions of a stream's rows, int64 [n], ascending. An example of a call is
         `data.positions("resid_post", 5)`."""
         return self._find(site, layer, when).positions
 
@@ -185,9 +188,10 @@ class ScoredToken:
     """One token and the scores of its own row.
 
     Attributes:
-        position: absolute, counted from the prompt's first token.
-        scores: name of a probe -> the score; NaN for a score that is not finite. Empty for the
-            token that was sampled last, because the model never computes its row.
+        position: the token's position, counted from the prompt's first token.
+        scores: maps the name of a probe to the score. A score that is not finite is NaN. The
+            mapping is empty for the token that was sampled last, because the model never computes
+            the row of this token.
     """
 
     id: int
@@ -211,11 +215,11 @@ class Choice(_Generated):
 
     Attributes:
         scope: None if the request had no actions.
-        tokens: if the request has probes, the generated tokens with their texts and scores; empty
-            if the server sends no tokens.
-        stop_reason: if finish_reason is "stop": the stop string, the stop token's id, or a sentence
-            about the probe or the policy that stopped the choice. None if the model ended the
-            choice.
+        tokens: the generated tokens with their texts and scores, if the request has probes.
+            `tokens` is empty if the server sends no tokens.
+        stop_reason: the stop string, the stop token's id, or a sentence about the probe or the
+            policy that stopped the choice, if finish_reason is "stop". `stop_reason` is None if the
+            model ended the choice.
     """
 
 
@@ -223,16 +227,16 @@ class Chunk(_Generated):
     """The new part of one choice.
 
     Attributes:
-        scope: the new scores; also the new rows, if the request wants rows in chunks.
-        tokens: the tokens whose scores have arrived. Each token is in one chunk only. Most tokens
-            belong to the text of the chunk before. Empty without probes.
-        stop_reason: as in a Choice; only the last chunk has it.
+        scope: the new scores, and also the new rows if the request wants rows in chunks.
+        tokens: the tokens whose scores have arrived. Each token is in one chunk only. The text of
+            most of these tokens is in the chunk before this chunk. Empty without probes.
+        stop_reason: as in a Choice. Only the last chunk has a stop_reason.
     """
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole answer. `raw` is its JSON."""
+    """A whole answer. `raw` is the JSON of the answer."""
 
     choices: tuple[Choice, ...]
     raw: Mapping[str, object] = field(repr=False)

@@ -1,7 +1,7 @@
 """The JSON of a choice's `scope`, in the server's format (docs/http.md).
 
 Owns:  ScopeBody and its parts; TokenBody; FileBody (the metadata of a result's file).
-From:  server.encode (which writes it).   To: parsing.
+From:  server.encode (which writes the JSON).   To: parsing.
 
 The values of an item are in the JSON (`data`, `values`, ...), in a tensor of a binary answer
 (`tensor`), or in the result's file.

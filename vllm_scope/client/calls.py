@@ -1,10 +1,10 @@
-"""The calls of the clients, in one form for both transports.
+"""The calls of both clients, in one form for the blocking client and for the asyncio client.
 
 Owns:  Calls (requests, and the parsing of responses), SweepEvents, Method.
 From:  messages.   To: transport, which sends a Call and returns the Response.
 
 A flow is a generator that yields Calls, receives Responses, and returns the answer. Some flows need
-several Calls: one Call for an answer, and one Call for the file with the answer's rows.
+several Calls, such as one Call for an answer, and one Call for the file with the answer's rows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 Messages = Sequence[Mapping[str, object]]
 Content = bytes | bytearray | memoryview
 OnCell = Callable[[Cell], object]
-#: Index of a choice -> name of its features -> the features that were read.
+#: The features that were read, by the index of a choice and by the name of a `Features`.
 ReadBy = dict[int, dict[str, ReadFeatures]]
 P = ParamSpec("P")
 SelfT = TypeVar("SelfT")
@@ -72,7 +72,7 @@ class SweepEvents(TableReader):
                 on_cell(cell)
 
     def whole(self) -> SweepTable:
-        assert self.table is not None  # the first event makes the table, else `take` raises
+        assert self.table is not None  # `take` makes the table from the first event, or raises
         return self.table
 
 
@@ -92,8 +92,8 @@ Flow = Generator[Call, Response, T]
 
 
 class Method(Generic[P, T]):
-    """A flow as a method: a ScopeClient returns the flow's result, and an AsyncScopeClient returns
-    an awaitable of the result."""
+    """Makes a method from a flow. The method of a ScopeClient returns the flow's result, and the
+    method of an AsyncScopeClient returns an awaitable of the result."""
 
     def __init__(self, flow: Callable[Concatenate[SelfT, P], Flow[T]]) -> None:
         self._flow = flow
@@ -110,7 +110,8 @@ class Method(Generic[P, T]):
 
 
 class Calls(Generic[StreamT]):
-    """The calls of both clients, which implement `_run` for a flow and `_iterate` for a stream."""
+    """The calls of both clients. A client implements `_run` for a flow and `_iterate` for a
+    stream."""
 
     _model: str | None
     _binary: bool
@@ -125,16 +126,17 @@ class Calls(Generic[StreamT]):
         """Complete a prompt, or a list of prompts.
 
         Args:
-            prompt: text or token ids, or a list of either.
-            actions: Read, Probe, Add, ...; without actions, the answer has only the text.
-            fields: other fields of the request: max_tokens, temperature, n, vllm_xargs, ...
+            prompt: a text or the token ids of one prompt, or a list of such prompts.
+            actions: the request's actions, such as Read, Probe and Add. Without actions, the answer
+                has only the text.
+            fields: other fields of the request, such as max_tokens, temperature, n and vllm_xargs.
                 Fields whose names begin with `scope_`, such as `scope_tensors="handle"`, are sent
                 within `vllm_xargs`.
 
         Raises:
-            SpecError: the request is wrong. CapacityError: the server is full.
-            ServerError: the server refused for another reason.
-            UnreachableError: the server did not answer. Every call can raise this error.
+            SpecError: the request is wrong. CapacityError: the server has no room now.
+            ServerError: the server refused the request for another reason.
+            UnreachableError: the server did not answer. Every method can raise an UnreachableError.
         """
         if not isinstance(prompt, str | list | tuple):
             raise SpecError(
@@ -152,11 +154,11 @@ class Calls(Generic[StreamT]):
         """Complete a prompt, or a list of messages (dicts), chunk by chunk.
 
         Args:
-            prompt, actions, fields: as for `complete`. With `scope_stream="rows"` chunks carry
-                rows as well.
+            prompt, actions, fields: as for `complete`. With `scope_stream="rows"`, chunks also
+                carry rows.
 
         Returns:
-            An iterator of Chunks; close it to stop the request.
+            An iterator of Chunks. If the iterator is closed, the request stops.
         """
         chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
         return self._iterate(self._opening(prompt, actions, {"stream": True} | fields, chat))
@@ -165,12 +167,12 @@ class Calls(Generic[StreamT]):
 
     @Method
     def info(self) -> Flow[Json]:
-        """The model's sites and layers, and limits: the JSON of GET /v1/scope."""
+        """The JSON of GET /v1/scope, which has the model's sites and layers, and the limits."""
         return self._json(Call("GET", "/v1/scope"))
 
     @Method
     def result(self, result_id: str, delete: bool = False) -> Flow[ScopeData]:
-        """The content of a result's file. The id is in the JSON of a choice: `scope.result.id`."""
+        """The content of a result's file. The id is `scope.result.id` in the JSON of a choice."""
         return parsing.parse_file((yield _result_call(result_id, delete)).checked().content)
 
     @Method
@@ -180,11 +182,11 @@ class Calls(Generic[StreamT]):
 
     @Method
     def put_module(self, name: str, module: SteeringModule | str | Path | Content) -> Flow[Json]:
-        """Register a steering module: a SteeringModule, the path of a file, or the content of a
-        safetensors file. Needs the operator's key.
+        """Register a steering module. `module` is a SteeringModule, the path of a file, or the
+        content of a safetensors file. The call needs the operator's key.
 
         Raises:
-            SpecError: `module` is not a module. OSError: the file cannot be read.
+            SpecError: `module` is not a steering module. OSError: the file cannot be read.
         """
         if isinstance(module, bytes | bytearray | memoryview):
             content = bytes(module)
@@ -196,7 +198,7 @@ class Calls(Generic[StreamT]):
 
     @Method
     def delete_module(self, name: str) -> Flow[None]:
-        """Forget a steering module. Needs the operator's key."""
+        """Delete a steering module from the server. The call needs the operator's key."""
         return self._done(Call("DELETE", _module_path(name), admin=True))
 
     @Method
@@ -206,30 +208,30 @@ class Calls(Generic[StreamT]):
 
     @Method
     def set_edits(self, *actions: Action) -> Flow[Json]:
-        """Replace the server-wide edits, for requests that enter from now on. Needs the operator's
-        key."""
+        """Replace the server-wide edits, for requests that enter from now on. The call
+        needs the operator's key."""
         body = {"edits": json.loads(scope(*actions)["scope"]).get("edits", [])}
         return self._json(Call("PUT", "/v1/scope/edits", body, admin=True))
 
     @Method
     def clear_edits(self) -> Flow[None]:
-        """End all server-wide edits. Needs the operator's key."""
+        """End all server-wide edits. The call needs the operator's key."""
         return self._done(Call("DELETE", "/v1/scope/edits", admin=True))
 
     @Method
     def monitors(self) -> Flow[Json]:
-        """The monitors, by name. Needs the operator's key."""
+        """The monitors, by name. The call needs the operator's key."""
         return self._json(Call("GET", "/v1/scope/monitors", admin=True))
 
     @Method
     def set_monitors(self, monitors: Mapping[str, object]) -> Flow[Json]:
-        """Replace all monitors; {} ends them. Needs the operator's key."""
+        """Replace all monitors. {} ends all monitors. The call needs the operator's key."""
         return self._json(Call("PUT", "/v1/scope/monitors", {"monitors": monitors}, admin=True))
 
     @Method
     def activity(self) -> Flow[Activity]:
-        """The findings of each monitor since it was set, and the plugin's use of memory and files.
-        Needs the operator's key."""
+        """The findings of each monitor since the monitor was set, and the plugin's use of memory
+        and files. The call needs the operator's key."""
         told = yield from self._json(Call("GET", "/v1/scope/monitors/activity", admin=True))
         return converted(told, Activity, "activity of monitors")
 
@@ -267,8 +269,9 @@ class Calls(Generic[StreamT]):
         """The chunks of one event of a stream.
 
         Args:
-            read: the features that were read, from earlier events. Pass the same dict for all
-                events of a stream: `_chunks` adds the features that this event names.
+            read: the features that were read, as earlier events have named them. The caller passes
+                the same dict for all events of a stream, and `_chunks` adds the features that this
+                event names.
         """
         body = event_body(event)
         return [] if body is None else (yield from self._parts(body, Chunk, event, read))
@@ -310,6 +313,6 @@ def _result_call(result_id: str, delete: bool) -> Call:
 def _module_path(name: str) -> str:
     if not name:
         raise SpecError(f"a module's name is 1 character or more, not {shown(name)}.")
-    if name in (".", ".."):  # httpx resolves even the quoted names
+    if name in (".", ".."):  # httpx resolves both names even if they are quoted
         raise SpecError(f"no module over HTTP is called {shown(name)}; take another name.")
     return f"/v1/scope/modules/{quote(name, safe='')}"

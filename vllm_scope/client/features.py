@@ -21,14 +21,15 @@ class SparseFeatures:
     """The features of one SAE, as a sparse matrix.
 
     Attributes:
-        positions, indices, values: int64, int64 and float32 [num_values]: the position of a token,
-            a feature's number, and the feature's value at the token; NaN for a value that is not
-            finite. Sorted by position; at one position the strongest feature comes first.
-        tokens: int64 [num_tokens], ascending: the positions that were encoded, also positions
-            without an active feature.
-        num_features: the SAE's number of features. None for a read with `indices`, except for a
-            TopK SAE.
-        asked: the features that the read named (`indices`); None for a read with `top_k`.
+        positions, indices, values: three arrays [num_values] of int64, int64 and float32. The
+            arrays have the position of a token, a feature's number, and the feature's value at the
+            token. A value that is not finite is NaN. The arrays are sorted by position. At one
+            position, the strongest feature comes first.
+        tokens: the positions that were encoded, int64 [num_tokens], ascending. Positions without an
+            active feature are also in `tokens`.
+        num_features: the SAE's number of features, or None if the read has `indices` and the SAE is
+            not a TopK SAE.
+        asked: the features that the read named (`indices`), or None if the read has `top_k`.
 
     `num_features` and `asked` are both None if the server has an earlier version.
     """
@@ -43,12 +44,12 @@ class SparseFeatures:
     def dense(self, index: int) -> NDArray[np.float32]:
         """The values of one feature, float32 [num_tokens]; 0 at tokens without a delivered value.
 
-        A value is not delivered in three cases. The feature is not active at the token; its value
-        is below the read's `threshold`; or the read has `top_k`, and the feature is not among the
-        token's `top_k` strongest features.
+        A value is not delivered if the feature is not active at the token, or if the value is below
+        the read's `threshold`. If the read has `top_k`, only the values of the token's `top_k`
+        strongest features are delivered.
 
         Raises:
-            KeyError: the read named other features, or the SAE has no such feature.
+            KeyError: the read did not name this feature, or the SAE has no feature with this index.
         """
         check_feature(index, self.num_features, self.asked)
         found = np.zeros(len(self.tokens), np.float32)
@@ -57,7 +58,7 @@ class SparseFeatures:
         return found
 
     def top(self, position: int) -> list[tuple[int, float]]:
-        """(index, value) of the features at a position, the strongest first.
+        """The index and the value of each feature at a position, the strongest feature first.
 
         Raises:
             KeyError: the position was not encoded.
@@ -69,7 +70,7 @@ class SparseFeatures:
         return list(zip(self.indices[some].tolist(), self.values[some].tolist(), strict=True))
 
     def at(self, tokens: NDArray[np.int64]) -> SparseFeatures:
-        """The features of some of the positions."""
+        """The features at the given positions."""
         here = np.isin(self.positions, tokens)
         return replace(
             self, positions=self.positions[here], indices=self.indices[here],
@@ -78,7 +79,7 @@ class SparseFeatures:
 
 
 class NamedFeatures(Named[SparseFeatures]):
-    """Name of a `Features` -> its SparseFeatures."""
+    """Maps the name of a `Features` to its SparseFeatures."""
 
     what = "features"
 
@@ -86,7 +87,8 @@ class NamedFeatures(Named[SparseFeatures]):
 def sparse_features(
     tokens: NDArray[np.int64], indices: list[list[int]], values: list[list[float | None]]
 ) -> SparseFeatures:
-    """The features of an answer. Each list has one item for each of `tokens`.
+    """Make SparseFeatures from an answer's lists. Each list has one item for each position in
+    `tokens`.
 
     Raises:
         ScopeError: the lists' lengths differ.

@@ -1,4 +1,4 @@
-"""Binary answers: the JSON and the tensors of each safetensors file.
+"""Parses binary answers: the JSON and the tensors of each safetensors file.
 
 Owns:  Frame, Frames.
 From:  transport (the bytes).   To: calls.
@@ -45,7 +45,7 @@ class Frame:
     Attributes:
         answer: the JSON of the answer, or the data of an event; None if the file only keeps the
             connection alive.
-        tensors: name -> tensor, without the tensor of `answer`.
+        tensors: the tensors by name, except the tensor that contains `answer`.
     """
 
     answer: bytes | None
@@ -65,7 +65,8 @@ class Frame:
 
 
 def tensors_of(file: bytes, what: str) -> dict[str, FileTensor]:
-    """The tensors of a safetensors file, by name. Raises ScopeError for another format."""
+    """The tensors of a safetensors file, by name. Raises ScopeError for a file of another
+    format."""
     try:
         return dict(safetensors.deserialize(file))
     except safetensors.SafetensorError as error:
@@ -79,7 +80,7 @@ def metadata_of(file: bytes) -> dict[str, str]:
 
 
 class Frames:
-    """The files of a binary stream. The files follow one another without a separator.
+    """Divides a binary stream into its files. The files follow one another without a separator.
 
     Attributes:
         done: True if the server has sent its last event.
@@ -116,8 +117,9 @@ class Frames:
 
 
 def _length(data: bytes) -> int:
-    """The length of the file at the beginning of `data`, in bytes. If `data` ends within the file's
-    header, the length up to the header's end, because the file's length is not known yet."""
+    """The length of the file at the beginning of `data`, in bytes. While `data` ends within the
+    file's header, the file's length is not known, and the result is the length up to the header's
+    end."""
     (size,) = struct.unpack_from("<Q", data)
     if size > MAX_HEADER_BYTES:
         raise ScopeError(f"the server's stream has a header of {size} bytes; it is damaged.")

@@ -16,13 +16,14 @@ from vllm_scope.errors import ScopeError
 
 @dataclass(frozen=True)
 class TopTokens:
-    """The likeliest next tokens at each position, by the rows of one layer.
+    """The likeliest next tokens at each position, which a lens computed from the rows of one layer.
 
     Attributes:
-        positions: int64 [num_positions], ascending, absolute; the tokens at position p are
-            predictions for position p + 1.
-        token_ids: int64 [num_positions, k], the likeliest first.
-        log_probs: float32 [num_positions, k], natural logarithms; NaN if not finite.
+        positions: int64 [num_positions], ascending, counted from the prompt's first token. The
+            tokens at position p are predictions for position p + 1.
+        token_ids: int64 [num_positions, k], the likeliest token first.
+        log_probs: the natural logarithms of the tokens' probabilities, float32 [num_positions, k].
+            A value that is not finite is NaN.
     """
 
     positions: NDArray[np.int64]
@@ -38,7 +39,7 @@ class TopTokens:
             )
 
     def top(self, position: int) -> list[tuple[int, float]]:
-        """(token id, log-probability) at a position, the likeliest first.
+        """The id and the log-probability of each token at a position, the likeliest token first.
 
         Raises:
             KeyError: the lens was not applied at the position.
@@ -50,6 +51,6 @@ class TopTokens:
         return list(zip(ids, values, strict=True))
 
     def at(self, positions: NDArray[np.int64]) -> TopTokens:
-        """The tokens at some of the positions."""
+        """The tokens at the given positions."""
         here = np.isin(self.positions, positions)
         return TopTokens(self.positions[here], self.token_ids[here], self.log_probs[here])

@@ -16,7 +16,7 @@ from vllm_scope.request.media import BINARY
 
 Json = dict[str, object]
 
-#: What to do if a key is missing or wrong.
+#: The advice to a caller whose key is missing or wrong.
 KEYS = "give the server's key as api_key, and the operator's as admin_key"
 
 
@@ -29,8 +29,8 @@ class ServerError(ScopeError):
 
 
 class UnreachableError(ScopeError):
-    """The server did not answer, or stopped in the middle of an answer: no connection, a timeout,
-    an answer that is not HTTP. `__cause__` is httpx's error."""
+    """The server did not answer, or stopped in the middle of an answer. Reasons are a missing
+    connection, a timeout, or an answer that is not HTTP. `__cause__` is httpx's error."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Response:
-    """A transport's response. `location`: the target of a redirect. `kind`: the media type."""
+    """A transport's response. `location` is a redirect's target, and `kind` is the media type."""
 
     status: int
     content: bytes
@@ -59,8 +59,8 @@ class Response:
         """The response itself.
 
         Raises:
-            SpecError: status 400. CapacityError: status 429. ServerError: any other status
-                outside 200 to 299.
+            SpecError: the status is 400. CapacityError: the status is 429. ServerError: the status
+                is any other status outside 200 to 299.
         """
         if 200 <= self.status < 300:
             return self
@@ -86,12 +86,14 @@ class Response:
 
     @property
     def frame(self) -> Frame:
-        """The answer with its tensors. A JSON answer, as from older servers, has no tensors."""
+        """The answer with its tensors. A JSON answer has no separate tensors. Older servers send
+        only JSON answers."""
         return Frame.parse(self.content) if self.kind == BINARY else Frame(self.content, {})
 
 
 def error_message(content: bytes) -> str:
-    """The text of an error from the body of a response, in any of vLLM's forms."""
+    """The text of an error in the body of a response. The body can have any of the forms in which
+    vLLM sends errors."""
     try:
         body = json.loads(content)
         error = body.get("error", body.get("detail", body))

@@ -14,7 +14,7 @@ V = TypeVar("V")
 class Named(dict[str, V]):
     """A dict whose error for a missing name lists the names that exist."""
 
-    #: The error's word for the values.
+    #: The word that the error's text uses for the values.
     what: ClassVar[str]
 
     def __missing__(self, name: str) -> NoReturn:

@@ -47,14 +47,15 @@ from vllm_scope.request.read_features import NOT_KNOWN, ReadFeatures
 T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")
-#: dtype in JSON -> numpy's dtype; bfloat16 is read as uint16.
+#: Maps a dtype in the JSON to numpy's dtype. bfloat16 is read as uint16.
 _DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int64": "<i8"}
-#: dtype in safetensors -> dtype in JSON.
+#: Maps a dtype in safetensors to the dtype in the JSON.
 _FILE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64"}
 
 
 def converted(found: object, kind: type[T], what: str) -> T:
-    """The server's JSON as a `kind`. Raises ScopeError if the JSON has another form."""
+    """Convert the server's JSON to the type `kind`. Raises ScopeError if the JSON has another
+    form."""
     try:
         return msgspec.convert(found, kind)
     except msgspec.ValidationError as error:
@@ -72,8 +73,9 @@ def parse_scope(
     Args:
         file: the content of the file that `result` names; None if there is no `result`.
         beside: the choice's tensors in a binary answer.
-        read: for a chunk: name of features -> the features that were read, from the earlier chunks
-            of the choice. `parse_scope` adds new names.
+        read: for a chunk, the features that were read, by the name of a `Features`. The earlier
+            chunks of the choice have named the features in `read`. `parse_scope` adds the features
+            that this chunk names.
 
     Raises:
         ScopeError: the `scope` does not have the format of this version.
@@ -107,9 +109,9 @@ class _Elsewhere(NamedTuple):
     """Values that are not in the JSON.
 
     Attributes:
-        beside: the tensors of a binary answer; an item of the JSON names its tensor.
-        filed: the result's file, which has all values. If an item of the JSON has only positions,
-            these are the positions of the new values.
+        beside: the tensors of a binary answer. An item of the JSON names its tensor.
+        filed: the values in the result's file, which has all values of the choice. If an item of
+            the JSON has only positions, the values at these positions are new.
     """
 
     beside: ScopeData
@@ -222,8 +224,8 @@ def _parse_tensors(
     """The values in the tensors of a file or of a binary answer.
 
     Args:
-        read: name of features -> the features that were read. For a name that is not
-            in `read`, the features that were read are not known.
+        read: the features that were read, by the name of a `Features`. For a name that is not in
+            `read`, the features that were read are not known.
     """
     dtypes = {name: _FILE_DTYPES.get(one["dtype"], one["dtype"]) for name, one in found.items()}
     arrays = {name: _array(o["data"], dtypes[name], o["shape"]) for name, o in found.items()}
@@ -282,7 +284,9 @@ def _positions(spans: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
 
 def _array(data: bytes, dtype: str, shape: Sequence[int]) -> NDArray[np.generic]:
     if dtype not in _DTYPES:
-        raise ScopeError(f"the server's rows are {shown(dtype)}, which this client does not know.")
+        raise ScopeError(
+            f"the rows have the dtype {shown(dtype)}, which this client does not know."
+        )
     bits = np.frombuffer(data, _DTYPES[dtype])
     if bits.size != math.prod(shape):
         raise ScopeError(f"the server sent {bits.size} numbers for rows of shape {shape}.")

@@ -1,4 +1,4 @@
-"""The two clients: the same calls, sent by httpx with or without await.
+"""The two clients, which use httpx to send the same calls, in a blocking way or with `await`.
 
 Owns:  ScopeClient, AsyncScopeClient, Events.
 """
@@ -30,7 +30,7 @@ HttpT = TypeVar("HttpT", httpx.Client, httpx.AsyncClient)
 
 class Events:
     """Makes server-sent events from the bytes of a stream. Lines end only at LF, because JSON can
-    contain the other line ends of `str.splitlines`.
+    contain the other characters at which `str.splitlines` ends a line.
 
     Attributes:
         done: True if the server has sent its last event.
@@ -70,9 +70,9 @@ class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
         api_key: the key of vLLM's --api-key.
         admin_key: the server's VLLM_SCOPE_ADMIN_KEY, for calls that change the engine.
         model: one of the server's models; None for the server's first model.
-        timeout: seconds for an answer.
-        binary: True to request binary answers. With rows, a binary answer costs the server a
-            fraction of the CPU time of a JSON answer.
+        timeout: the number of seconds for which the client waits for an answer.
+        binary: True to request binary answers. If an answer has rows, a binary answer costs the
+            server only a fraction of the CPU time that a JSON answer costs.
         transport: an httpx transport, for tests and proxies.
 
     Raises:
@@ -143,7 +143,8 @@ def _events(response: httpx.Response) -> Events | Frames:
 
 
 class ScopeClient(_Client[httpx.Client, Iterator[Chunk]]):
-    """A blocking client, which is also a context manager. Most of its methods are in `Calls`."""
+    """A blocking client, which is also a context manager. The class `Calls` has most of the
+    client's methods."""
 
     _open = httpx.Client
 
@@ -168,13 +169,13 @@ class ScopeClient(_Client[httpx.Client, Iterator[Chunk]]):
         """Run a sweep on the server; returns the same table as `vllm_scope.sweep`.
 
         Args:
-            prompts: a text, token ids, or a list of these.
-            on_cell: a function that the client calls with each Cell as it arrives. If the function
-                raises an error, the server ends the sweep.
+            prompts: a text or the token ids of one prompt, or a list of such prompts.
+            on_cell: a function that the client calls with each Cell when the Cell arrives. If the
+                function raises an error, the server ends the sweep.
 
         Raises:
-            SpecError: the sweep is not possible on the server. CapacityError: the server is full;
-                send the sweep later.
+            SpecError: the sweep is not possible on the server. CapacityError: the server has no
+                room for the sweep now.
         """
         found = SweepEvents()
         with closing(self._events(sweep_call(prompts, sweep))) as events:

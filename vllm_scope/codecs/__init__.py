@@ -1,6 +1,6 @@
 """Codecs encode rows as smaller named tensors (parts), and decode parts to rows.
 
-Owns:  the codecs by name; `codec_from`, which makes a codec from metadata.
+Owns:  CODECS, which are the codecs by name; `codec_from`, which makes a codec from metadata.
 Runs:  in any process. `encode` runs on the rows' device, and `decode` on the parts' device.
 To:    files, which stores the parts and the metadata.
 
@@ -13,7 +13,8 @@ topk8.py   the largest numbers of a row in 8 bits
 zstd.py    rows compressed without loss
 
 Promise: `codec_from(codec.metadata())` decodes the parts that `codec` encoded. The process and the
-device can differ. docs/codecs.md says how much each codec loses.
+device that decode can differ from those that encoded. docs/codecs.md says how much each codec
+loses.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ CODECS = {str(kind.model_fields["codec"].default): kind for kind in _KINDS}
 
 
 def make_codec(name: str, hidden_size: int, dtype: torch.dtype, **options: object) -> Codec:
-    """A codec for rows of one size and dtype.
+    """Make a codec for rows of one size and dtype.
 
     Raises:
         ConfigError: the codec or an option is unknown, or an option's value is not allowed.
@@ -50,10 +51,10 @@ def make_codec(name: str, hidden_size: int, dtype: torch.dtype, **options: objec
 
 
 def codec_from(metadata: Mapping[str, object]) -> Codec:
-    """The codec with this metadata.
+    """Make the codec that has this metadata.
 
     Raises:
-        ConfigError: as `make_codec`.
+        ConfigError: the codec or an option is unknown, or an option's value is not allowed.
     """
     name = metadata.get("codec")
     if not isinstance(name, str) or name not in CODECS:

@@ -1,6 +1,6 @@
-"""The base class of all codecs: the contract, the options, and the checks of arguments.
+"""The base class of all codecs, with their methods, their options, and the checks of arguments.
 
-Owns:  Codec, RowPart; KeepsK, the base of codecs that keep k numbers of a row.
+Owns:  Codec, RowPart; KeepsK, the base class of codecs that keep k numbers of a row.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 from torch import Tensor
 
-#: The largest `hidden_size`. No model has wider rows. If a file claims wider rows, the file is
-#: refused before any memory is allocated.
+#: The largest `hidden_size`. No model has rows with more numbers. If a file claims a larger
+#: `hidden_size`, the file is refused before any memory is allocated.
 MAX_HIDDEN_SIZE = 1 << 17
 
 
 class RowPart(NamedTuple):
-    """One part of each encoded row: a name, and `size` numbers of a dtype."""
+    """One part of each encoded row, with a name. The part is `size` numbers of a dtype."""
 
     name: str
     dtype: torch.dtype
@@ -28,19 +28,20 @@ class RowPart(NamedTuple):
 
 
 class Codec(BaseModel):
-    """Makes rows smaller, and decodes them again.
+    """Encodes rows as smaller tensors, and decodes these tensors to rows.
 
     A codec is immutable, and equals every codec with the same options. Threads can share a codec.
 
-    `none`, `fp16` and `zstd` keep NaN and infinity. If a row has NaN or infinity, the 8-bit codecs
-    return the whole row as NaN, because they have one scale per row.
+    `none`, `fp16` and `zstd` keep NaN and infinity. If a row has NaN or infinity, an 8-bit codec
+    decodes the whole row to NaN, because all numbers of a row share one scale.
 
     Attributes:
         lossless: True if the decoded rows equal the original rows bit for bit.
-        rowwise: True if a row can be decoded alone. The first axis of each part is then the rows.
-        codec: the name of the codec.
+        rowwise: True if each row can be decoded without the other rows. The first axis of each part
+            is then the rows.
+        codec: the name by which the codec is chosen.
         hidden_size: the number of elements of a row.
-        dtype: the dtype of the rows, before encoding and after decoding.
+        dtype: the dtype of the rows before they are encoded and after they are decoded.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -60,7 +61,7 @@ class Codec(BaseModel):
     @property
     @abstractmethod
     def row_parts(self) -> tuple[RowPart, ...]:
-        """The parts that `encode` makes of each row. Only a rowwise codec has `row_parts`."""
+        """The parts that `encode` makes from each row. Only a rowwise codec has `row_parts`."""
 
     @property
     def part_names(self) -> tuple[str, ...]:
@@ -68,11 +69,12 @@ class Codec(BaseModel):
         return tuple(part.name for part in self.row_parts)
 
     def prepare(self, device: torch.device) -> None:
-        """Make the tensors of `encode` on a device. Afterwards `encode` does not wait for the
-        host."""
+        """Make the tensors that `encode` needs on a device. After this call, `encode` does not wait
+        for the host."""
 
     def metadata(self) -> dict[str, object]:
-        """The name, row size, dtype and options as plain JSON, for `codec_from`."""
+        """The codec's name, row size, dtype and options as JSON values. `codec_from` makes an equal
+        codec from this metadata."""
         return dict(self._metadata)
 
     @cached_property
@@ -82,8 +84,8 @@ class Codec(BaseModel):
     def encode(self, rows: Tensor) -> dict[str, Tensor]:
         """Encode rows as parts.
 
-        A rowwise codec makes the parts on the rows' device. After `prepare`, `encode` does not
-        synchronise with this device.
+        A rowwise codec makes the parts on the rows' device. If `prepare` has been called, the codec
+        does not synchronise with this device.
 
         Args:
             rows: [num_rows, hidden_size] of the codec's dtype.
@@ -102,7 +104,7 @@ class Codec(BaseModel):
         """The decoded rows, [num_rows, hidden_size] of the codec's dtype, on the parts' device.
 
         Raises:
-            ValueError: a part is missing, or does not have `num_rows` rows. Sizes are compared
+            ValueError: a part is missing, or does not have `num_rows` rows. Sizes are checked
                 before any memory is allocated.
         """
         for name in self.part_names:
@@ -110,8 +112,8 @@ class Codec(BaseModel):
                 raise ValueError(
                     f"part {name!r} is missing; {self.codec} has {', '.join(self.part_names)}"
                 )
-        # Compare whole shapes. Otherwise a part with an axis of size 1 would be broadcast, and
-        # would decode to more numbers than the part has.
+        # Whole shapes are compared, because a part with an axis of size 1 would otherwise be
+        # broadcast, and would decode to more numbers than the part has.
         for part in self.row_parts if self.rowwise else ():
             found = parts[part.name]
             if (tuple(found.shape), found.dtype) != ((num_rows, part.size), part.dtype):
@@ -139,7 +141,7 @@ class Codec(BaseModel):
 
 
 class KeepsK(Codec):
-    """A codec that keeps k numbers of each row. The default of `k` is `usual_k`."""
+    """A codec that keeps k numbers of each row. The default of `k` is the result of `usual_k`."""
 
     k: StrictInt = Field(ge=1)
 

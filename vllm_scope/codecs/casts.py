@@ -14,14 +14,14 @@ _LIMIT = torch.finfo(torch.float16).max
 
 
 def halved(rows: Tensor) -> Tensor:
-    """The rows in float16. Finite values stay finite."""
-    # The clamp is in float32, because bfloat16 does not have the number 65504.
+    """Cast rows to float16. Finite values stay finite."""
+    # The values are clamped in float32, because bfloat16 cannot hold the number 65504.
     values = rows.float()
     return torch.where(values.isinf(), values, values.clamp(-_LIMIT, _LIMIT)).half()
 
 
 class NoCodec(Codec):
-    """Keeps rows unchanged. Encoding and decoding do not copy."""
+    """Keeps rows unchanged. Rows are not copied when they are encoded or decoded."""
 
     lossless: ClassVar[bool] = True
 
@@ -39,7 +39,8 @@ class NoCodec(Codec):
 
 
 class Fp16(NoCodec):
-    """Stores rows in float16. Finite values beyond ±65504 become ±65504. Infinity and NaN stay."""
+    """Stores rows in float16. Finite values beyond ±65504 become ±65504. Infinity and NaN are
+    kept."""
 
     lossless: ClassVar[bool] = False
 

@@ -1,6 +1,6 @@
-"""Packs a row's parts into one row of bytes. Then an encoded row is handled like any other row.
+"""Packs the parts of an encoded row into one row of bytes, which is handled like any other row.
 
-Owns:  Packing, the byte range of each part; EncodedRows, which are decoded on request.
+Owns:  Packing (the byte range of each part); EncodedRows (their method `decode` decodes the rows).
 Runs:  in any process.
 From:  request.heads. To: worker.packer, which encodes; sinks and results, which decode.
 """
@@ -24,12 +24,13 @@ from vllm_scope.request.heads import CodecChoice, Encoding
 class Packing:
     """The byte range of each part in an encoded row.
 
-    Parts with wide numbers come first. Therefore each part is aligned to the size of its numbers.
+    Parts with the widest numbers come first, so that each part is aligned to the size of its
+    numbers.
 
     Attributes:
         codec: a rowwise codec.
-        num_bytes: bytes of an encoded row, without the padding of the last slot.
-        num_slots: slots of an encoded row.
+        num_bytes: the number of bytes of an encoded row, without the padding of the last slot.
+        num_slots: the number of slots of an encoded row.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -47,7 +48,7 @@ class Packing:
         """Encode rows [num_rows, hidden_size] to uint8 [num_rows, num_slots * SLOT_BYTES], on the
         rows' device.
 
-        Does not synchronise with the device. The padding of the last slot is zero.
+        Does not synchronise with the device. The padding bytes in the last slot of a row are zero.
         """
         parts = self.codec.encode(rows)
         pieces = [parts[name].view(torch.uint8) for name in self._places]
@@ -65,7 +66,7 @@ class Packing:
 
 
 def encoding_of(choice: CodecChoice, hidden_size: int, dtype: str, where: str) -> Encoding:
-    """The Encoding of a caller's codec choice, for the rows of one engine.
+    """Make the Encoding for a caller's codec choice and the rows of one engine.
 
     Raises:
         SpecError: an option does not fit rows of this size.
@@ -80,7 +81,7 @@ def encoding_of(choice: CodecChoice, hidden_size: int, dtype: str, where: str) -
 
 @lru_cache(maxsize=256)
 def packing_of(encoding: Encoding) -> Packing:
-    """The Packing of an encoding. Raises ConfigError if the codec is unknown."""
+    """Make the Packing of an Encoding. Raises ConfigError if the codec is unknown."""
     return Packing(codec_from(encoding.metadata))
 
 
@@ -90,7 +91,7 @@ class EncodedRows:
 
     Attributes:
         codec: the codec that encoded the rows.
-        data: uint8 [num_rows, num_slots * SLOT_BYTES], CPU.
+        data: the encoded rows, uint8 [num_rows, num_slots * SLOT_BYTES], on the CPU.
     """
 
     codec: Codec
@@ -114,7 +115,7 @@ class EncodedRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the encoded rows."""
+        """The number of bytes of the encoded rows."""
         return self.data.nbytes
 
     @property
@@ -123,11 +124,11 @@ class EncodedRows:
         return Packing(self.codec).parts(self.data)
 
     def decode(self) -> Tensor:
-        """The decoded rows, [num_rows, hidden_size], the model's dtype."""
+        """The decoded rows, [num_rows, hidden_size], in the model's dtype."""
         return self.codec.decode(self.parts, len(self))
 
     def kept(self) -> EncodedRows:
-        """A copy that shares no memory."""
+        """A copy that shares no memory with this object."""
         return EncodedRows(self.codec, self.data.contiguous().clone())
 
 

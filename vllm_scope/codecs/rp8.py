@@ -1,7 +1,7 @@
 """A codec that projects each row to k numbers of one byte, by a random matrix.
 
-The projection changes inner products and distances by a relative error of about sqrt(2/k). Single
-values are lost.
+The projection changes inner products and distances by a relative error of about sqrt(2/k). The
+single values of a row cannot be recovered.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from vllm_scope.codecs.base import KeepsK, RowPart
 from vllm_scope.codecs.scaled import dequantise, quantise, quantised_parts
 
 DEFAULT_K = 512
-#: The largest number of elements of a projection, also for codecs from files. To make the largest
-#: projection takes at most 0.2 s and 32 MiB.
+#: The largest number of elements of a random matrix, also for codecs whose metadata come from
+#: files. To make the largest matrix takes at most 0.2 s and 32 MiB.
 MAX_PROJECTION = 1 << 23
-#: The largest number of projections that a process keeps in memory.
+#: The largest number of random matrices that a process keeps in memory.
 MOST_KEPT = 16
 
 
 @lru_cache(maxsize=MOST_KEPT)
 def projection(hidden_size: int, k: int, seed: int, device: torch.device) -> Tensor:
-    """R = randn(hidden_size, k) / sqrt(k), float32, equal on every device.
-
-    numpy's RandomState gives the numbers, because RandomState never changes (NEP 19). Torch's
-    numbers can change with a release, and differ between CPU and CUDA.
+    """The random matrix R = randn(hidden_size, k) / sqrt(k), float32. R is equal on every device.
+    The numbers come from numpy's RandomState, because RandomState never changes (NEP 19). The
+    random numbers of torch can change with a release, and differ between CPU and CUDA.
     """
     numbers = np.random.RandomState(seed).standard_normal((hidden_size, k)) / np.sqrt(k)
     return torch.from_numpy(numbers.astype(np.float32)).to(device)
@@ -39,26 +38,28 @@ def projection(hidden_size: int, k: int, seed: int, device: torch.device) -> Ten
 
 @lru_cache(maxsize=4)
 def inverse(hidden_size: int, k: int, seed: int, device: torch.device) -> Tensor:
-    """The pseudo-inverse of R, float32 [k, hidden_size]. R's columns are independent."""
+    """The pseudo-inverse of the random matrix R, float32 [k, hidden_size]. The columns of R are
+    linearly independent."""
     forward = projection(hidden_size, k, seed, torch.device("cpu")).double()
     found: Tensor = torch.linalg.pinv(forward)
     return found.float().to(device)
 
 
 class RandomProjection8(KeepsK):
-    """Stores rows @ R, quantised as in `full8`.
+    """Stores rows @ R, where R is a random matrix. The results (projections) are quantised as in
+    `full8`. `decode` multiplies the projections by the pseudo-inverse of R. Of all rows with the
+    same projections, the decoded row is the shortest. The relative error of a decoded row is about
+    sqrt(1 - k/hidden_size). A multiplication by the transpose of R would be unbiased, but its
+    relative error would be about sqrt(hidden_size/k), so that the error would be larger than the
+    row.
 
-    `decode` multiplies with R's pseudo-inverse. The result is the shortest row with the stored
-    projections. The relative error of a row is about sqrt(1 - k/hidden_size). R's transpose would
-    be unbiased, but the relative error would be about sqrt(hidden_size/k): larger than the row.
-
-    `prepare` or the first `encode` on a device makes R on this device.
+    The first call of `prepare` or `encode` with a device makes R on this device.
 
     Attributes:
-        k: numbers per row. Default: the least of 512, hidden_size // 2 and MAX_PROJECTION //
-            hidden_size. If k is near hidden_size, the inverse magnifies the rounding error. `full8`
-            is then better.
-        seed: the seed of R.
+        k: the number of projections of each row. The default is the least of 512, hidden_size // 2
+            and MAX_PROJECTION // hidden_size. If k is near hidden_size, the pseudo-inverse
+            magnifies the rounding error, and then the codec `full8` is better.
+        seed: the seed of the random matrix R.
     """
 
     codec: Literal["rp8"] = "rp8"
@@ -87,8 +88,8 @@ class RandomProjection8(KeepsK):
         projection(self.hidden_size, self.k, self.seed, device)
 
     def projections(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """rows @ R, float32 [num_rows, k], exact to half a step of the quantisation. Use these
-        numbers to compute distances and inner products of rows."""
+        """The projections rows @ R, float32 [num_rows, k], with an error of at most half a step of
+        the quantisation. Use these numbers to compute distances and inner products of rows."""
         return dequantise(parts["q"], parts["scale"], parts["zero"])
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
-"""Codecs with 8 bits per value: x = q * scale, or x = (q - zero) * scale. `scale` and `zero` are
-one float32 number each per row.
+"""Codecs that store a value x as a number q of 8 bits, where x = q * scale or x = (q - zero) *
+scale. Each row has its own `scale` and `zero`, which are float32 numbers.
 
-Owns:  Fp8, Int8, Full8; `quantise` and `dequantise`, which rp8 and topk8 use too.
+Owns:  Fp8, Int8, Full8; `quantise` and `dequantise`, which rp8 and topk8 also use.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from torch import Tensor
 
 from vllm_scope.codecs.base import Codec, RowPart
 
-#: The smallest normal float32. A smaller scale would lose bits, or be flushed to zero.
+#: The smallest normal float32. A smaller scale would lose bits, or would be flushed to zero.
 _TINY = torch.finfo(torch.float32).tiny
-#: The least step, as a share of the largest value. float32 has no smaller steps. The number is a
-#: power of two, and therefore a constant row is decoded exactly.
+#: The smallest scale, as a fraction of the largest value of a row. float32 cannot hold smaller
+#: differences. The fraction is a power of two, so that a constant row is decoded exactly.
 _FINEST = 2.0**-23
-#: A range is multiplied by this number instead of divided by 255. Then GPU and CPU compute the same
-#: scale (see `_Scaled._encode`).
+#: The range of a row is multiplied by this number, and not divided by 255, so that GPU and CPU
+#: compute the same scale (see `_Scaled._encode`).
 _STEP = 1 / 255
 
 
 def _finite_scale(scale: Tensor) -> Tensor:
-    """A row's scale, or NaN if the row has NaN or infinity. With a NaN scale, a row decodes to
-    NaN."""
+    """The scale of each row, or NaN if the row has NaN or infinity. If the scale of a row is NaN,
+    the whole row is decoded to NaN."""
     return torch.where(scale.isfinite(), scale, torch.nan)
 
 
 class _Scaled(Codec):
-    """A codec that scales the largest absolute value of each row to `limit`."""
+    """A codec that scales each row so that its largest absolute value becomes `limit`."""
 
     limit: ClassVar[float]
     q_dtype: ClassVar[torch.dtype]
@@ -43,8 +43,9 @@ class _Scaled(Codec):
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:
         values = rows.float()
-        # Multiply by the inverse of `limit`, because a GPU divides by a constant in this way. If
-        # the scales of GPU and CPU differed in the last bit, ties would round differently.
+        # The values are multiplied by the inverse of `limit`, because a GPU also computes a
+        # division by a constant in this way. If the scales of GPU and CPU differed in the last bit,
+        # ties would be rounded differently.
         scale = (values.abs().amax(-1, keepdim=True) * (1 / self.limit)).clamp(min=_TINY)
         q = self._rounded(values / scale).clamp(-self.limit, self.limit)
         return {"q": q.to(self.q_dtype), "scale": _finite_scale(scale)}
@@ -57,7 +58,8 @@ class _Scaled(Codec):
 
 
 class Fp8(_Scaled):
-    """float8_e4m3fn. Small values in a row with large values keep their relative precision."""
+    """Stores values in float8_e4m3fn. Small values in a row with large values keep their
+    precision."""
 
     limit: ClassVar[float] = torch.finfo(torch.float8_e4m3fn).max
     q_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
@@ -66,7 +68,7 @@ class Fp8(_Scaled):
 
 
 class Int8(_Scaled):
-    """int8 from -127 to 127. The scale is the same as in vLLM's own int8 kernels."""
+    """Stores values as int8 from -127 to 127. Each row has the scale of vLLM's own int8 kernels."""
 
     limit: ClassVar[float] = 127
     q_dtype: ClassVar[torch.dtype] = torch.int8
@@ -74,15 +76,16 @@ class Int8(_Scaled):
     codec: Literal["int8"] = "int8"
 
     def _rounded(self, values: Tensor) -> Tensor:
-        # An integer cannot be NaN. If the row had NaN, the row's scale is NaN.
+        # An integer cannot be NaN. If the row had NaN, the row's scale is NaN, so that the row
+        # is decoded to NaN.
         return values.round().nan_to_num(0.0)
 
 
 def quantise(values: Tensor) -> dict[str, Tensor]:
     """Quantise float32 [n, m] to uint8 `q` [n, m], with float32 `scale` and `zero` [n, 1].
 
-    A constant row has no range. The scale of such a row is a tiny share of the constant, and (0 -
-    zero) * scale is the constant.
+    In a constant row, all numbers are equal, so that the range is 0. The scale of such a row is a
+    tiny fraction of the constant, and (0 - zero) * scale is the constant.
     """
     low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
     largest = torch.maximum(low.abs(), high.abs())
@@ -94,7 +97,8 @@ def quantise(values: Tensor) -> dict[str, Tensor]:
 
 
 def dequantise(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """The values, float32 [n, m]. If a row had NaN or infinity, the whole row is NaN."""
+    """The values from which `quantise` made `q`, float32 [n, m]. If a row had NaN or infinity, the
+    whole row is NaN."""
     return (q.float() - zero) * scale
 
 
@@ -105,7 +109,8 @@ def quantised_parts(name: str, size: int) -> tuple[RowPart, ...]:
 
 
 class Full8(Codec):
-    """Stores uint8 values, and a float32 scale and zero per row: x = (q - zero) * scale."""
+    """Stores a value x as a uint8 number q, where x = (q - zero) * scale. Each row has its own
+    float32 scale and zero."""
 
     codec: Literal["full8"] = "full8"
 

@@ -1,4 +1,4 @@
-"""A codec that keeps the k values of each row with the largest |x|, in one byte each."""
+"""A codec that keeps the k values x with the largest |x| of each row, in one byte each."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ DEFAULT_K = 64
 
 
 class TopK8(KeepsK):
-    """int32 indices of the k values with the largest |x|, and these values, quantised as in
-    `full8`. After decoding, all other values are zero.
+    """Stores, for each row, the int32 indices of the k values x with the largest |x|, and these k
+    values, quantised as in `full8`. In the decoded row, all other values are zero.
 
     Attributes:
-        k: the number of values to keep per row. Default: the smaller of 64 and hidden_size.
+        k: the number of values to keep of each row. The default is min(64, hidden_size).
     """
 
     codec: Literal["topk8"] = "topk8"
@@ -44,6 +44,6 @@ class TopK8(KeepsK):
         if indices.numel() and bool(((indices < 0) | (indices >= self.hidden_size)).any()):
             raise ValueError(f"indices leave a row of {self.hidden_size} values")
         kept = dequantise(parts["values"], parts["scale"], parts["zero"])
-        # Rows of zeros. If a scale is NaN, the whole row is NaN.
+        # Make rows of zeros. But if the scale of a row is NaN, the whole row is NaN.
         rows = (parts["scale"] * 0.0).expand(num_rows, self.hidden_size).clone()
         return self._cast(rows.scatter_(-1, indices, kept))

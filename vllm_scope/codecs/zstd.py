@@ -1,4 +1,4 @@
-"""A lossless codec that compresses the rows' bytes on the host: about 20% smaller, and slow."""
+"""A slow lossless codec that compresses rows on the host, and saves about 20% of the bytes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from vllm_scope.errors import ConfigError
 
 
 def zstd_library() -> ModuleType:
-    """The module `zstd`: of the standard library (Python 3.14 and later), or of backports.zstd.
-    Raises ConfigError if the module is missing."""
+    """The module `zstd` of the standard library (Python 3.14 and later), or of the package
+    backports.zstd. Raises ConfigError if the module is missing."""
     try:
         if sys.version_info >= (3, 14):
             from compression import zstd
@@ -32,7 +32,8 @@ def zstd_library() -> ModuleType:
 
 
 class Zstd(Codec):
-    """Stores all rows of a call as one zstd frame. A single row cannot be decoded alone.
+    """Stores all rows of one `encode` call as one zstd frame. A row cannot be decoded without the
+    other rows.
 
     `encode` copies rows from a device to the host, and waits for the copy.
 
@@ -70,7 +71,8 @@ class Zstd(Codec):
                 raise ValueError(f"the frame holds {said} bytes; {size} are expected")
             if size == 0:
                 return torch.empty(0, self.hidden_size, dtype=self.torch_dtype)
-            # A frame can hold more bytes than it claims. Therefore `max_length` bounds the memory.
+            # A frame can hold more bytes than the frame's header claims. Therefore `max_length`
+            # limits the memory.
             data = zstd.ZstdDecompressor().decompress(frame, max_length=size)
         except zstd.ZstdError as error:
             raise ValueError(f"the frame is not zstd: {error}") from None

@@ -1,18 +1,20 @@
 """Keys, classes and routes of other systems, whose users need to change only an import.
 
-vllm_lens/      extra_args of vllm-lens, SteeringVector, output.activations, its client
-steering_http/  the steering fork's keys, capture_results, modules and /v1/steering
-probe_hook.py   LLM, AsyncLLM and SamplingParams of vllm-probe-hook; hidden_states.py: outputs
+vllm_lens/      the extra_args, SteeringVector, output.activations and client of vllm-lens
+steering_http/  the steering fork's keys, capture_results, steering modules and /v1/steering
+probe_hook.py   LLM, AsyncLLM and SamplingParams of vllm-probe-hook
+hidden_states.py    the options and the hidden states of vllm-probe-hook
 act_capture.py  VLLM_ACT_* variables and the .npz files of the Activation Capture System
-inspect.py      a model provider for Inspect; own_loop.py runs its engine
+inspect.py      a model provider for the evaluation framework Inspect
+own_loop.py     the engine of the model provider, on a separate event loop
 inspect_scoring.py  a solver and a scorer for Inspect
 bounds.py       limits of the values of a face's keys
 
 `out.scope.as_cache()` returns the rows under TransformerLens's names.
 
-Each face is a file or a folder of this folder, and uses the public API. docs/faces.md lists how
-each face differs from the other system. Keys of `extra_args` need no import: the package imports a
-face when a request first uses a key of the face.
+Each face is a file or a folder of this folder, and uses the public API of vllm-scope. docs/faces.md
+lists how each face differs from the other system. A user of `extra_args` imports nothing. The
+package imports a face when a request first uses a key of the face.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
     from vllm_scope.engine.frontend.translators import Translation
 
-#: Face -> the keys of `extra_args` that the face accepts.
+#: Maps each face to the keys of `extra_args` that the face accepts.
 KEYS: dict[str, tuple[str, ...]] = {
     "vllm_lens": (
         "output_residual_stream", "apply_steering_vectors", "output_qk", "apply_hooks",
@@ -46,14 +48,14 @@ KEYS: dict[str, tuple[str, ...]] = {
     "act_capture": (),
 }  # fmt: skip
 
-#: The attribute of an engine's VllmConfig with the hooks that vllm-lens runs in all requests.
+#: The attribute of an engine's VllmConfig that holds the hooks of all requests.
 PERSISTENT = "scope_persistent_hooks"
-#: Modules of this package that have an HttpFace as their attribute HTTP.
+#: The Python modules of this package whose attribute HTTP is an HttpFace.
 OVER_HTTP: tuple[str, ...] = ("vllm_lens.http", "steering_http.http")
 
 
 def register() -> None:
-    """Register the translators of the keys in this process."""
+    """Register the translators of each face's keys in this process."""
     from vllm_scope.engine.frontend import translators
 
     everywhere = {"act_capture": _captures_all, "vllm_lens": _hooks_all}
@@ -62,7 +64,7 @@ def register() -> None:
 
 
 def register_http() -> None:
-    """Register the faces with the server, in this API server process."""
+    """Register the faces of OVER_HTTP with the server, in this API server process."""
     from vllm_scope.server import faces
 
     for module in OVER_HTTP:
@@ -76,13 +78,13 @@ def _translate(face: str, values: Mapping[str, object], sites: Sites) -> Transla
 
 
 def _captures_all(vllm_config: VllmConfig) -> Mapping[str, object] | None:
-    """{} if the environment or the worker class turns capture on for all requests; else None."""
+    """{} if VLLM_ACT_CAPTURE or the worker class turns capture on. Otherwise None."""
     on = os.environ.get("VLLM_ACT_CAPTURE", "0").lower() in ("1", "true", "on", "yes")
     on = on or str(vllm_config.parallel_config.worker_cls).endswith(".WorkerCapture")
     return {} if on else None
 
 
 def _hooks_all(vllm_config: VllmConfig) -> Mapping[str, object] | None:
-    """{PERSISTENT: the hooks that `llm.register_hooks` received}; None if there are no hooks."""
+    """Maps PERSISTENT to the hooks that `llm.register_hooks` received. None without any hook."""
     found = vllm_config.__dict__.get(PERSISTENT)
     return {PERSISTENT: found} if found else None

@@ -1,25 +1,25 @@
-"""vLLM Activation Capture System: every request's residual stream in small .npz files.
+"""The vLLM Activation Capture System writes each request's residual stream to small .npz files.
 
     VLLM_ACT_CAPTURE=1 VLLM_ACT_MODE=rp8 VLLM_ACT_OUTDIR=acts python serve.py
 
 The option `worker_cls="vllm_scope.compat.act_capture.WorkerCapture"` also turns capture on. Each
-ended completion has a folder with manifest.json and one .npz per layer:
+completion that has ended has a folder with manifest.json and one .npz file per layer.
 
-    output.activation_manifest                  a dict; None until the completion has ended
+    output.activation_manifest                  a dict, or None until the completion has ended
     load_manifest("acts/0~4f.../manifest.json").load(12)    # [num_positions, hidden]
 
-VLLM_ACT_CAPTURE   1 turns capture on
-VLLM_ACT_MODE      rp8 (default): a random projection, 8 bits; full8; topk8
-VLLM_ACT_RP_K      how many numbers of a row rp8 keeps; default: the smaller of 512 and half a row
-VLLM_ACT_RP_SEED   seed of rp8's projection; default: 0
-VLLM_ACT_TOPK_K    how many values of a row topk8 keeps; default: 64
-VLLM_ACT_RETURN    sharded (default) or gathered. The files are the same, because every rank has the
-                   whole residual stream: one file per layer. The manifest has the value
-VLLM_ACT_OUTDIR    root of the folders; default: activations
+VLLM_ACT_CAPTURE   The value 1 turns capture on.
+VLLM_ACT_MODE      The codec of the rows, which is rp8 (the default), full8 or topk8.
+VLLM_ACT_RP_K      How many numbers rp8 keeps for a row, by default half a row, but at most 512.
+VLLM_ACT_RP_SEED   The seed of the random projection of rp8, by default 0.
+VLLM_ACT_TOPK_K    How many values of a row topk8 keeps, by default 64.
+VLLM_ACT_RETURN    The value sharded (the default) or gathered, which is written to the manifest.
+                   The files are the same for both values, because each rank has the whole stream.
+VLLM_ACT_OUTDIR    The root of the completions' folders, by default the folder activations.
 
-Runs in the front-end, which writes the files when a request ends. Row p of a file is position p.
-The model never processes the token that was sampled last, therefore this token has no row.
-docs/codecs.md describes the loss of each mode.
+The front-end runs this code, and writes the files when a request ends. Row p of a file is the row
+of position p. The model never processes the token that was sampled last. Therefore no file has a
+row of this token. docs/codecs.md describes how much precision each mode loses.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.vllm_scope")
 
 SITE = "resid_post"
-#: Mode (a codec's name) -> option of the codec -> the variable that sets the option.
+#: Maps each mode, which is a codec's name, to the variables that set the options of the codec.
 MODES = {
     "rp8": {"k": "VLLM_ACT_RP_K", "seed": "VLLM_ACT_RP_SEED"},
     "full8": {},
     "topk8": {"k": "VLLM_ACT_TOPK_K"},
 }
 RETURNS = ("sharded", "gathered")
-#: Name of the array in each .npz that holds the codec's metadata: JSON as bytes.
+#: Name of the array in each .npz file that holds the codec's metadata, as the bytes of JSON.
 METADATA = "codec"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The environment's variables, checked.
+    """The values of the environment variables, after the check of these values.
 
     Raises:
         ConfigError: a variable has a value that is not allowed.
@@ -106,10 +106,10 @@ def _number(value: str, name: str) -> int:
 
 
 class LayerFile(TypedDict):
-    """The .npz of one layer.
+    """The .npz file of one layer.
 
     Attributes:
-        path: relative to VLLM_ACT_OUTDIR.
+        path: the path of the file, relative to VLLM_ACT_OUTDIR.
         bytes: the number of bytes in the codec's arrays.
     """
 
@@ -119,7 +119,7 @@ class LayerFile(TypedDict):
     bytes: int
 
 
-#: The content of manifest.json.
+#: The fields of manifest.json.
 Body = TypedDict(
     "Body",
     {
@@ -131,7 +131,7 @@ Body = TypedDict(
 
 
 def translate(values: Mapping[str, object], sites: Sites) -> Translation:
-    """A read of every layer, and a decorator that writes the files when the request ends.
+    """A Read of every layer, and a function that writes the files when the request ends.
 
     Raises:
         SpecError: an environment variable has a wrong value.
@@ -156,10 +156,10 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
 
 
 def _write(settings: Settings, codec: Codec, request_id: str, completion: CompletionOutput) -> Body:
-    """Write the files of one completion; returns its manifest, with the error if a write failed."""
+    """Write the files of a completion, and return its manifest, with the error if a write fails."""
     result: ScopeResult = completion.scope
-    # Request ids repeat, because every engine counts from 0. A second run must not replace the
-    # files of the first run.
+    # Every engine counts its requests from 0, so a second run has the same request ids. The second
+    # run must not replace the files of the first run.
     unique = digest(f"{request_id} {secrets.token_hex(8)}")
     folder = f"{clean(str(request_id))}~{unique}"
     manifest: Body = {
@@ -192,7 +192,7 @@ def _write(settings: Settings, codec: Codec, request_id: str, completion: Comple
 
 @cache
 def _publisher(folder: str) -> LocalPublisher:
-    """The only publisher of this process for a folder."""
+    """Return the publisher that this process uses for all files of a folder."""
     return LocalPublisher(Path(folder))
 
 
@@ -204,10 +204,12 @@ def _save(
 
 
 def load_npz(path: str | Path) -> tuple[Tensor, Tensor]:
-    """The rows of one file, [num_positions, hidden_size] in the model's dtype, and their positions.
+    """The rows of one file, and the positions of the rows.
+
+    The rows have the shape [num_positions, hidden_size] and the model's dtype.
 
     Raises:
-        FileError: the file is not a capture, or is damaged.
+        FileError: the file was not written by this module, or is damaged.
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:
@@ -221,11 +223,11 @@ def load_npz(path: str | Path) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One completion on disk.
+    """The manifest of one completion, as read from disk.
 
     Attributes:
         path: the path of manifest.json.
-        body: the file's content, which is `output.activation_manifest` without `path`.
+        body: the content of manifest.json. `output.activation_manifest` also has the field `path`.
     """
 
     path: Path
@@ -239,7 +241,8 @@ class Manifest:
         """The rows of a layer, [num_positions, hidden_size].
 
         Raises:
-            KeyError: the layer was not captured. FileError: as `load_npz`.
+            KeyError: the layer was not captured.
+            FileError: the layer's file is damaged.
         """
         if layer not in self.layers:
             raise KeyError(f"layer {layer} was not captured; there are {self.layers}.")
@@ -248,7 +251,7 @@ class Manifest:
 
 
 def load_manifest(path: str | Path) -> Manifest:
-    """The manifest of one completion. Raises FileError if the file is not a manifest."""
+    """Read the manifest of one completion. Raises FileError if the file is not a manifest."""
     try:
         return Manifest(Path(path), msgspec.json.decode(Path(path).read_bytes(), type=Body))
     except (OSError, ValueError, msgspec.DecodeError) as error:
@@ -256,7 +259,7 @@ def load_manifest(path: str | Path) -> Manifest:
 
 
 def __getattr__(name: str) -> type[WorkerBase]:
-    """This platform's worker class, for the name `WorkerCapture`. This name turns capture on."""
+    """vLLM's worker class for this platform, as `WorkerCapture`. This name turns capture on."""
     if name != "WorkerCapture":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm.platforms import current_platform

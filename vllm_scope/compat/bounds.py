@@ -1,11 +1,11 @@
-"""Limits of the values of a face's keys, checked before anything is built from the values.
+"""Checks the sizes of the values of a face's keys, before anything is built from these values.
 
 Owns:  Room (the counts of one request), and checks of lists, objects, JSON text and vectors.
-Runs:  in the front-end; over HTTP, on the event loop of the API server.
+Runs:  in the front-end. For HTTP requests, the event loop of the API server runs this code.
 To:    vllm_lens and steering_http.
 
-Promise: a refusal costs a few comparisons of lengths, or a few passes over the characters of a JSON
-text. Each check compares the length of a list or an object before the check reads the items.
+Promise: the refusal of a value costs a few comparisons of lengths, or a few passes over the
+characters of a JSON text. Each check compares the length of a list before it reads the items.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from vllm_scope.request.selectors import MAX_ITEMS
 from vllm_scope.request.spec import MAX_EDITS, MAX_READS, MAX_SPEC_BYTES
 from vllm_scope.vectors.hooks import mapping
 
-#: Counted quantity -> its limit in one request.
+#: Maps each quantity that is counted to the limit of this quantity in one request.
 MOST = {
     "edits": MAX_EDITS,
     "reads": MAX_READS,
     "positions": MAX_ITEMS,
-    # Enough for 80 layers with 8,192 numbers each. Python creates 20 numbers in a microsecond.
+    # Enough for 80 layers with 8,192 numbers each. Python creates about 20 numbers in 1 µs.
     "numbers in lists": 1 << 20,
-    # The number of float32 numbers that fit into a spec in base64.
+    # The number of float32 numbers that fit into the largest spec as base64.
     "numbers": MAX_SPEC_BYTES * 3 // 16,
 }
 _NO_NUMBERS = (str, bytes, list, tuple, Mapping)
 
 
 class Room:
-    """The counts of one request, one count for each key of MOST."""
+    """Counts the quantities in the keys of MOST for one request."""
 
     def __init__(self) -> None:
         self._taken = dict.fromkeys(MOST, 0)
 
     def take(self, what: str, count: int, where: str) -> None:
-        """Add to the count of `what`, a key of MOST.
+        """Add `count` to the request's count of `what`, which is a key of MOST.
 
         Raises:
-            SpecError: the request has more than MOST allows.
+            SpecError: the request's count of `what` is above the limit in MOST.
         """
         self._taken[what] += count
         if self._taken[what] > MOST[what]:
@@ -59,16 +59,16 @@ def few(value: object, most: int, what: str, where: str) -> None:
 
 
 def few_fields(value: object, most: int, what: str, where: str) -> Mapping[object, object]:
-    """The fields of an object; {} for None. Raises SpecError for more than `most` fields."""
+    """The fields of an object, or {} for None. Raises SpecError for more than `most` fields."""
     few(value, most, what, where)
     return mapping(value, where)
 
 
 def parsed(value: object, where: str) -> object:
-    """The value of a JSON text; a value that is not a str is returned unchanged.
+    """Decode a JSON text. A value that is not a str is returned unchanged.
 
     Raises:
-        SpecError: the text is not JSON, is a JSON string, or has too many items.
+        SpecError: the text is not JSON, is the JSON of a string, or has too many items.
     """
     if not isinstance(value, str):
         return value
@@ -81,7 +81,7 @@ def parsed(value: object, where: str) -> object:
 def check_vector(value: object, size: int, room: Room, where: str) -> None:
     """Raise SpecError if a list is not a vector of `size` numbers, or a 1-D array has another size.
 
-    All other values pass.
+    This check accepts values that are neither a list nor a 1-D array.
     """
     numbers = value if isinstance(value, list | tuple) else None
     shape = list(getattr(value, "shape", ())) if numbers is None else [len(numbers)]
@@ -91,4 +91,4 @@ def check_vector(value: object, size: int, room: Room, where: str) -> None:
         return
     room.take("numbers in lists", size, where)
     if any(issubclass(kind, _NO_NUMBERS) for kind in set(map(type, numbers))):
-        raise SpecError(f"{where} has more than numbers; it must be a list of {size} numbers.")
+        raise SpecError(f"{where} must be a list of {size} numbers, and has other items.")

@@ -1,4 +1,4 @@
-"""vllm-probe-hook's options as reads, and hidden states as views of a result.
+"""Translates vllm-probe-hook's options to reads, and shows a result's rows as hidden states.
 
 Owns:  Options, HiddenStates, `translate`.
 Runs:  in the front-end.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SITE = "resid_post"
 KEY = "probe_hook"
-#: Part of a read -> the argument of LLM and AsyncLLM, for error texts.
+#: Maps the parts of a Read to the arguments of LLM and AsyncLLM. Error texts name the arguments.
 WORDS = {"Read.layers": "layers", "Read.site": "layers"}
 
 
@@ -39,19 +39,19 @@ class Options:
     """The arguments of LLM and AsyncLLM that say which hidden states are captured.
 
     Attributes:
-        layers: numbers from 0, or "all".
+        layers: the numbers of the layers, from 0, or "all".
         include_prefill: capture the prompt's tokens, as `output.prefill_hidden`.
         include_decode: capture the generated tokens, as `output.hidden_states`.
-        last_prefill_token: capture the prompt's last token only, even if `include_prefill` is
-            False.
-        last_decode_token: capture only the last generated token that is processed, even if
-            `include_decode` is False.
+        last_prefill_token: capture only the last token of the prompt. The option captures this
+            token even if `include_prefill` is False.
+        last_decode_token: capture only the last generated token that the model processes. The
+            option captures this token even if `include_decode` is False.
         process_last_token: also process the token that was sampled last, in a second request. The
-            second request finds the other tokens in the prefix cache. Not possible with edits.
-            `max_model_len` must leave room for one more token.
+            prefix cache has the other tokens of the second request. A request with edits cannot
+            use this option. `max_model_len` must leave room for one more token.
 
     Raises:
-        SpecError: nothing is captured, or an option is of a wrong type.
+        SpecError: the options capture no tokens, or an option has a value of a wrong type.
     """
 
     layers: Sequence[int] | str = "all"
@@ -91,7 +91,7 @@ class Options:
         return found
 
     def params(self, given: SamplingParams | None) -> SamplingParams:
-        """A copy of a request's parameters, with these Options."""
+        """Copy a request's sampling parameters, and add these Options to the copy."""
         params = copy(given) if given is not None else SamplingParams()
         extra = params.extra_args or {}
         if self.process_last_token and "scope" in extra and Spec.from_json(extra["scope"]).edits:
@@ -104,13 +104,13 @@ class Options:
 
 
 class HiddenStates(Mapping[int, Tensor]):
-    """layer -> the rows that have arrived, [num_rows, d_model], of prompt or generated tokens.
+    """Maps each layer to the rows that have arrived at this layer, [num_rows, d_model].
 
     Args:
-        of_prompt: True: rows of the prompt's tokens. False: rows of generated tokens.
+        of_prompt: True for the rows of the prompt's tokens, False for those of generated tokens.
 
     Raises:
-        ScopeError: on access, if the request has ended and rows are missing.
+        ScopeError: the caller accesses a layer when the request has ended and rows are missing.
     """
 
     def __init__(self, result: ScopeResult, layers: Sequence[int], *, of_prompt: bool) -> None:
@@ -119,10 +119,10 @@ class HiddenStates(Mapping[int, Tensor]):
         self._last_alone = False
 
     def end_with(self, last: HiddenStates, alone: bool) -> None:
-        """Append the rows of `last`: the rows of the token that was sampled last.
+        """Append the rows of `last`, which has the row of the token that was sampled last.
 
         Args:
-            alone: True: return the rows of `last` only.
+            alone: whether each layer then has only the rows of `last`.
         """
         self._last, self._last_alone = last, alone
 
@@ -152,7 +152,7 @@ class HiddenStates(Mapping[int, Tensor]):
 
 
 def translate(values: Mapping[str, object], sites: Sites) -> Translation:
-    """The reads for the Options of a request.
+    """Return the Reads of the layers and tokens that the Options of a request name.
 
     Raises:
         SpecError: the engine does not tap a layer, or the options were not set by LLM or AsyncLLM.

@@ -4,23 +4,23 @@
     get_model("vllm-scope/any-name", model_path="toyworld/model", chat=False, max_model_len=256)
 
 vLLM (`AsyncLLM`) runs in child processes of this process, and batches the requests that Inspect
-sends at the same time. A request's `GenerateConfig.extra_body` may hold
+sends at the same time. The `GenerateConfig.extra_body` of a request can have the following fields.
 
     extra_args      `vllm_scope.scope(...)`, or vllm-lens's keys
     lora_request    {"lora_name", "lora_int_id", "lora_path"}
 
-The answer's `ModelOutput.metadata` has
+The `ModelOutput.metadata` of an answer has the following fields.
 
     scores          {probe: {"scores": [...], "positions": [...]}}
-    reads           {"resid_post.5": {"uri", "sha256", "key", "shape", "dtype"}}: the rows, in
-                    a safetensors file, because Inspect's logs write tensors as None
+    reads           {"resid_post.5": {"uri", "sha256", "key", "shape", "dtype"}}
+                    The rows are in a safetensors file, because Inspect logs a tensor as None.
     activations     tensors of vllm-lens's `output_residual_stream`, for code in this process
     prompt_token_ids, token_ids
 
-If there are several choices, metadata["choices"] has one such object for each choice.
+If an answer has several choices, metadata["choices"] has one object with these fields per choice.
 
-`reading(...)` is a solver that reads. `probe_scorer(...)` is a scorer that checks a probe's
-decision against the target. The name `vllm-lens/...` is an alias of `vllm-scope/...`.
+`reading(...)` is a solver that reads rows and scores. `probe_scorer(...)` is a scorer that compares
+a probe's decision with the target. The name `vllm-lens/...` is an alias of `vllm-scope/...`.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput, SamplingParams
 
 EXTRA = ("extra_args", "lora_request")
-#: Fields of GenerateConfig -> fields of SamplingParams.
+#: Maps fields of GenerateConfig to fields of SamplingParams.
 SAMPLING = {
     "max_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p",
     "top_k": "top_k", "seed": "seed", "stop_seqs": "stop", "num_choices": "n",
     "frequency_penalty": "frequency_penalty", "presence_penalty": "presence_penalty",
 }  # fmt: skip
-#: Fields of GenerateConfig that are refused.
+#: Fields of GenerateConfig that this provider refuses.
 REFUSED = ("logprobs", "top_logprobs", "prompt_logprobs", "logit_bias", "response_schema")
-#: vLLM's finish reason -> Inspect's stop reason.
+#: Maps vLLM's finish reasons to Inspect's stop reasons.
 REASONS = {"stop": "stop", "length": "max_tokens"}
 
 
@@ -81,16 +81,16 @@ def _lens_provider() -> type[ModelAPI]:
 
 
 class ScopeAPI(ModelAPI):
-    """vLLM with vllm-scope, as a model of Inspect.
+    """An Inspect model that runs on vLLM with vllm-scope.
 
     Args:
-        model_name: a folder, or a name on Hugging Face's hub; any name if `model_path` is given.
-        model_path: the model to load.
-        chat: True: messages go through the model's chat template. False: their texts are joined
-            with newlines, for models that continue text.
-        tensors: the folder for files of rows; "scope-tensors" in INSPECT_LOG_DIR (or ./logs) by
-            default.
-        model_args: further options of vLLM's engine.
+        model_name: a folder, or a name on Hugging Face's hub. With `model_path`, any text.
+        model_path: the folder or name of the model to load, in place of `model_name`.
+        chat: whether the model's chat template formats the messages. If False, the texts of the
+            messages are joined with newlines, for models that continue text.
+        tensors: the folder for the files of rows. The default is the folder "scope-tensors" in
+            INSPECT_LOG_DIR, or in ./logs without this variable.
+        model_args: more options of vLLM's engine.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class ScopeAPI(ModelAPI):
         self._number = 0
 
     def max_connections(self) -> int:
-        """How many requests Inspect sends at the same time; vLLM queues the rest."""
+        """How many requests Inspect sends at the same time. vLLM can queue some of them."""
         return 256
 
     async def generate(
@@ -202,14 +202,14 @@ class ScopeAPI(ModelAPI):
         return found
 
     def _write(self, result: ScopeResult) -> dict[str, dict[str, object]]:
-        """Write rows to a file named by its digest. Returns each stream's file and key."""
+        """Write a result's rows to one file. Returns each stream's file and key in the file."""
         from safetensors.torch import save
 
         tensors: dict[str, Tensor] = {}
         reads: dict[str, dict[str, object]] = {}
         for site, layer in result.keys():
             key = site if site == "embed" else f"{site}.{layer}"
-            # A copy, because streams can share memory, and safetensors refuses shared memory.
+            # Streams can share memory, and safetensors refuses shared memory. Therefore copy.
             rows = result[site, layer].clone(memory_format=torch.contiguous_format)
             tensors |= {key: rows, f"{key}.positions": result.positions(site, layer).clone()}
             dtype = str(rows.dtype).removeprefix("torch.")
@@ -247,7 +247,7 @@ def _params(config: GenerateConfig, extra_args: Mapping[str, object] | None) -> 
             raise SpecError(f"{name} is not given by this provider.")
     given = {ours: getattr(config, theirs) for theirs, ours in SAMPLING.items()}
     options = {name: value for name, value in given.items() if value is not None}
-    # None: without a limit of the caller, generation can continue to the end of the context.
+    # Without a limit of the caller, max_tokens=None lets generation continue to max_model_len.
     options.setdefault("max_tokens", None)
     kind = RequestOutputKind.FINAL_ONLY
     return SamplingParams(**options, extra_args=extra_args, output_kind=kind)

@@ -1,7 +1,7 @@
-"""A solver that reads, and a scorer that checks a probe's decision against the target.
+"""For Inspect: a solver that reads the model, and a scorer that checks a probe's decision.
 
 Owns:  `reading`, `probe_scorer`, `auroc`.
-To:    inspect, from which callers import these names.
+To:    inspect.py, from which callers import these names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 from vllm_scope.errors import SpecError, shown
 
 Pooling = Literal["last", "mean", "max"]
-#: Pooling -> the function that computes one score from a completion's scores.
+#: Maps each pooling to the function that computes one score from a completion's scores.
 POOLS: dict[Pooling, Callable[[list[float]], float]] = {
     "last": itemgetter(-1), "mean": fmean, "max": max,
 }  # fmt: skip
@@ -37,7 +37,7 @@ POOLS: dict[Pooling, Callable[[list[float]], float]] = {
 
 @solver
 def reading(spec: Mapping[str, object]) -> Solver:
-    """A solver that generates, and reads or steers the model during generation.
+    """A solver that generates an answer, and reads or steers the model during generation.
 
     Args:
         spec: the result of `vllm_scope.scope(...)`.
@@ -51,9 +51,11 @@ def reading(spec: Mapping[str, object]) -> Solver:
 
 @metric
 def auroc() -> Metric:
-    """A metric: the share of pairs (a sample with the concept, a sample without the concept) in
-    which the first sample scores higher. A tie counts as half a pair. Random scores give 0.5;
-    without pairs, the metric is NaN."""
+    """The metric AUROC: how often a sample with the concept scores higher than a sample without it.
+
+    The metric is the share of such pairs of samples. A pair with equal scores counts as half a
+    pair. Random scores give about 0.5. If there are no pairs, the metric is NaN.
+    """
 
     def measure(scores: list[SampleScore]) -> float:
         found = [each.score.metadata or {} for each in scores]
@@ -71,17 +73,19 @@ def auroc() -> Metric:
 def probe_scorer(
     probe: str, positive: str, threshold: float = 0.0, pooling: Pooling = "last"
 ) -> Scorer:
-    """A scorer. A sample with the target `positive` is correct if its pooled score is above
-    `threshold`. Every other sample is correct if its pooled score is not above `threshold`.
+    """A scorer that compares a probe's decision with a sample's target.
+
+    A sample with the target `positive` is correct if the probe's pooled score is above
+    `threshold`. Every other sample is correct if this score is not above `threshold`.
 
     Args:
         probe: the probe's name.
         positive: the target of samples that have the concept.
-        threshold: the probe fires if the pooled score is above `threshold`.
-        pooling: "last", "mean" or "max" of the probe's scores in the sample.
+        threshold: a pooled score above this number means that the sample has the concept.
+        pooling: whether the pooled score is the "last", the "mean" or the "max" of the scores.
 
     Raises:
-        SpecError: `pooling` is another word, or the sample's output has no scores of the probe.
+        SpecError: `pooling` is not one of these words, or the output has no scores of the probe.
     """
     if pooling not in POOLS:
         raise SpecError(f"pooling is {shown(pooling)}; it must be one of {', '.join(POOLS)}.")
@@ -91,7 +95,7 @@ def probe_scorer(
         if not scores.get(probe, {}).get("scores"):
             raise SpecError(
                 f"this sample has no scores of {shown(probe)}; it has {shown(sorted(scores))}. "
-                "Let the solver be reading(scope(Probe(...)))."
+                "Use reading(scope(Probe(...))) as the solver."
             )
         pooled = float(POOLS[pooling](scores[probe]["scores"]))
         fired, present = pooled > threshold, target.text == positive

@@ -1,8 +1,8 @@
 """vLLM's AsyncLLM on a separate event loop.
 
-Owns:  OwnLoop: the engine, its loop and its thread.
-Runs:  in a process with one event loop after another. Inspect creates a new loop for each eval.
-To:    inspect.
+Owns:  OwnLoop, which has the engine, the event loop and the thread of this loop.
+Runs:  in a process where Inspect creates a new event loop for each evaluation.
+To:    inspect.py.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class OwnLoop:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.llm = self._submit(self._start(options)).result()
-        # Inspect keeps models for the next eval and never closes a model. When the process ends,
-        # vLLM stops EngineCore. Tasks that still wait for EngineCore would log that EngineCore
-        # died. atexit calls the last registered function first. Therefore `close` runs before
-        # vLLM's function.
+        # Inspect keeps models for the next evaluation and never closes a model. When the process
+        # ends, vLLM stops EngineCore. A task that still waits for EngineCore then logs that
+        # EngineCore died. `close` ends these tasks. atexit calls the last registered function
+        # first. Therefore `close` runs before the function that vLLM registered.
         atexit.register(self.close)
 
     async def last(self, stream: AsyncIterator[T]) -> T:
-        """The last item of a stream of the engine. Any event loop can call this."""
+        """The last item of a stream of the engine. Any event loop can await this method."""
 
         async def read() -> T:
             return [item async for item in stream][-1]
@@ -63,6 +63,7 @@ class OwnLoop:
 
     async def _stop(self) -> None:
         # On the engine's loop, `shutdown` cancels the tasks that wait for the engine. On another
-        # thread, `shutdown` would not cancel these tasks. They would then log that the engine died.
+        # thread, `shutdown` would not cancel these tasks, and the tasks would log that the engine
+        # died.
         self.llm.shutdown()
         self.llm = None

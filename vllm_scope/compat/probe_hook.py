@@ -1,4 +1,4 @@
-"""vllm-probe-hook: its LLM, AsyncLLM and SamplingParams, with hidden states on outputs.
+"""LLM, AsyncLLM and SamplingParams of vllm-probe-hook, whose outputs have hidden states.
 
     from vllm_scope.compat.probe_hook import LLM, SamplingParams
     llm = LLM("Qwen/Qwen3-8B", layers=[15, 20], include_prefill=True)
@@ -7,11 +7,11 @@
     output.prefill_hidden[15]    # [num_prompt_tokens, d_model]
 
 Row i of `hidden_states` is the residual stream of output token i. The model never processes the
-token that was sampled last, therefore this token has no row. With `process_last_token=True`, a
-second request processes this token.
+token that was sampled last. Therefore `hidden_states` has no row of this token. With
+`process_last_token=True`, a second request processes the token that was sampled last.
 
-Layer k is Hugging Face's `hidden_states[k + 1]`. Values are on the CPU, in the model's dtype. A
-process can have any number of LLMs.
+Layer k has the values of Hugging Face's `hidden_states[k + 1]`. The values are on the CPU, in the
+model's dtype. A process can have any number of LLMs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["LLM", "AsyncLLM", "HiddenStates", "SamplingParams"]
 
 
 def _last_token_request(completion: CompletionOutput) -> tuple[TokensPrompt, SamplingParams]:
-    """A prompt that ends in the token that was sampled last, and parameters that read its row."""
+    """The prompt and parameters that capture the row of the token that was sampled last."""
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
     layers = list(completion.hidden_states)
     last = Options(layers, last_prefill_token=True, include_decode=False)
@@ -44,7 +44,7 @@ def _last_token_request(completion: CompletionOutput) -> tuple[TokensPrompt, Sam
 
 
 class _Capturing:
-    """Base of LLM and AsyncLLM: their constructor."""
+    """The base class of LLM and AsyncLLM, with the constructor of both."""
 
     def __init__(
         self,
@@ -69,11 +69,11 @@ class _Capturing:
 
 
 class LLM(_Capturing, vllm.LLM):
-    """vllm.LLM whose outputs have `hidden_states` and `prefill_hidden`.
+    """A vllm.LLM whose outputs have `hidden_states` and `prefill_hidden`.
 
     Args:
-        layers ... process_last_token: see Options.
-        vllm_kwargs: the other arguments of vllm.LLM, or of its methods.
+        layers ... process_last_token: the fields of Options.
+        vllm_kwargs: the other arguments of vllm.LLM, or of the methods of vllm.LLM.
     """
 
     def _start(self, model: str, options: Mapping[str, object]) -> None:
@@ -131,11 +131,12 @@ class LLM(_Capturing, vllm.LLM):
 class AsyncLLM(_Capturing):
     """An engine with one output for each token. An output has the rows that have arrived so far.
 
-    A row arrives one or two tokens after its token. The final output has all rows.
+    The row of a token arrives with the output of one of the next two tokens. The final output of
+    the request has all rows.
 
     Args:
-        layers ... process_last_token: see Options.
-        vllm_kwargs: fields of vLLM's AsyncEngineArgs, or other arguments of its `generate`.
+        layers ... process_last_token: the fields of Options.
+        vllm_kwargs: fields of vLLM's AsyncEngineArgs, or other arguments of AsyncLLM.generate.
 
     Attributes:
         engine: vLLM's AsyncLLM.
@@ -154,7 +155,7 @@ class AsyncLLM(_Capturing):
         lora_request: LoRARequest | None = None,
         **vllm_kwargs: object,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield one output for each token, or the outputs that `output_kind` sets."""
+        """Yield one output for each token, or the outputs for which `output_kind` asks."""
         name = f"{KEY}-{next(self._numbers)}" if request_id is None else request_id
         stream = self.engine.generate(
             prompt, self.capture.params(sampling_params), name, lora_request=lora_request,

@@ -1,4 +1,4 @@
-"""An operator's code that acts on a model's numbers: between tokens, and across requests.
+"""Runs an operator's code, which acts on a model's numbers between tokens and across requests.
 
 policy.py          the protocols of a policy, and a policy's decisions about later tokens
 policy_options.py  the operator's options of policies, and the plugins of policies
@@ -6,9 +6,9 @@ running.py         the running policy of one request
 activity.py        the findings of monitors, in the form for callers
 tally.py           counts the findings of one monitor, in bounded memory
 background.py      base classes of objects that all requests share and vLLM must not copy
-backlog.py         does work for which answers do not wait, such as the counts
-controller.py      changes server-wide edits by the findings of monitors, within a rate and bounds
-bounded_edits.py   a controller's edits, with bounds of their scales
+backlog.py         does work for which answers do not wait, such as counting findings
+controller.py      changes server-wide edits after findings of monitors, within a rate and bounds
+bounded_edits.py   a controller's edits, and the bounds of the edits' scales
 """
 
 from vllm_scope.control.controller import Change, Controller, Observation, ServerEdits

@@ -1,7 +1,7 @@
-"""The findings of monitors since they were set, and the plugin's state, in the form for callers.
+"""The findings of monitors and the plugin's state, in the form in which callers receive them.
 
-Owns:  Found (of one monitor) and its parts Histogram, Slice and Flagged. State and its part Ring.
-       Activity, which contains the Found of each monitor and the State.
+Owns:  Found (the findings of one monitor) and its parts Histogram, Slice and Flagged; State and its
+       part Ring; Activity (contains the Found of each monitor, and the State).
 From:  tally, engine.http.calls.
 To:    server.pages, server.access, client, cli.monitor, views.monitors.
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 SLICE_S = 5
 #: Number of slices from which a rate is computed: 12 * 5 s = one minute.
 _RATE_SLICES = 12
-#: Outcomes of sending a verdict to a webhook. "waiting": the verdict has not been sent yet.
+#: Outcomes of sending a verdict to a webhook. "waiting" means that the verdict was not sent yet.
 OUTCOMES = ("sent", "failed", "dropped", "waiting")
 
 
@@ -28,8 +28,8 @@ class Histogram:
     `threshold + (first + i + 1) * width`, inclusive. Therefore the threshold is the end of a range.
 
     Attributes:
-        width: a power of 2. 0 if there are no ranges.
-        first: `first` in the formula above. Negative if the first range is below the threshold.
+        width: the width of a range, a power of 2. If there are no ranges, `width` is 0.
+        first: `first` in the formula above, negative if the first range is below the threshold.
         counts: the number of completions in each range.
     """
 
@@ -38,14 +38,14 @@ class Histogram:
     counts: list[int] = field(default_factory=list)
 
     def ranges(self, threshold: float) -> list[tuple[float, float, int]]:
-        """(lower end, upper end, count) of each range, in ascending order."""
+        """The lower end, the upper end and the count of each range, in ascending order."""
         ends = [threshold + (self.first + i) * self.width for i in range(len(self.counts) + 1)]
         return list(zip(ends, ends[1:], self.counts, strict=False))
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Counts of the completions that ended within SLICE_S from `begin_s` (of `time.time()`)."""
+    """Counts of the completions that ended in the SLICE_S seconds after the time `begin_s`."""
 
     begin_s: int
     requests: int
@@ -60,7 +60,7 @@ class Flagged:
         time_s: the time at which the completion ended, in seconds of `time.time()`.
         request_id: the first MOST_ID characters of the request's id.
         position: the first position at which the value was above the threshold.
-        value: the value at this position. None if the value is not finite.
+        value: the value at this position, or None if the value is not finite.
     """
 
     time_s: float
@@ -79,10 +79,12 @@ class Found:
             monitor was set at the server's start.
         requests: number of completions that the monitor has scored.
         verdicts: number of completions with a value above the threshold.
-        not_finite: number of completions that the histogram leaves out: the value is not finite.
-        slices: the slices of the last ten minutes, in order, without empty slices.
+        not_finite: number of completions that are not in the histogram, as their value is not
+            finite.
+        slices: the slices of the last ten minutes in the order of time, without empty slices.
         recent: the last verdicts. The newest verdict is first.
-        escalations: outcome (OUTCOMES) -> number of verdicts for the monitor's webhook.
+        escalations: the number of verdicts for the monitor's webhook, by the outcome of sending the
+            verdict (OUTCOMES).
     """
 
     site: str
@@ -100,7 +102,7 @@ class Found:
     escalations: dict[str, int] = field(default_factory=dict)
 
     def rates(self, now_s: float) -> tuple[float, float]:
-        """(completions per second, verdicts per second), over about the last minute."""
+        """The completions per second and the verdicts per second, over about the last minute."""
         begin = (now_s // SLICE_S - _RATE_SLICES + 1) * SLICE_S
         recent = [one for one in self.slices if begin <= one.begin_s <= now_s]
         counts = sum(one.requests for one in recent), sum(one.verdicts for one in recent)
@@ -123,18 +125,19 @@ class Ring:
 
 @dataclass(frozen=True)
 class State:
-    """The plugin's running requests and its use of memory, files and rings. The fields `pending` to
-    `results_most_bytes` are for one API server process: the process that made the answer. The other
+    """The plugin's running requests and its use of memory, files and rings. The fields from
+    `pending` to `results_most_bytes` are for the API server process that made the answer. The other
     fields are for the whole engine.
 
     Attributes:
         requests: number of running requests that read, probe or edit.
         pending: number of requests that wait for rows, or are not answered yet.
         rows_bytes, rows_most_bytes: bytes of rows and scores of running requests, and their limit.
-        results, results_bytes, results_most_bytes: number of result files that clients have not
-            fetched yet, the bytes of these files, and the limit of these bytes.
+        results, results_bytes, results_most_bytes: number of result files that are not deleted yet,
+            the bytes of these files, and the limit of these bytes.
         rings: the ring of each worker that delivers rows.
-        sinks: sink -> counter (sinks.counters) -> sum of the values of all workers.
+        sinks: the counters of each sink (sinks.counters), as sums over all workers. The keys are
+            the name of the sink, then the name of the counter.
     """
 
     requests: int
@@ -150,8 +153,8 @@ class State:
 
 @dataclass(frozen=True)
 class Activity:
-    """The findings of a server's monitors, and the plugin's state. `at_s`: the time of this answer,
-    in seconds of `time.time()`."""
+    """The findings of a server's monitors, and the plugin's state. `at_s` is the time of this
+    answer, in seconds of `time.time()`."""
 
     at_s: float
     monitors: dict[str, Found]

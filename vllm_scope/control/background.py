@@ -34,7 +34,7 @@ class Background(Uncopied):
         raise NotImplementedError
 
     def _start(self) -> None:
-        """Start the thread if the thread does not run yet. Can be called on any thread."""
+        """Start the thread if the thread does not run yet. Any thread can call this method."""
         with self._starting:  # a thread can be started only one time
             if self._thread.ident is None:
                 self._thread.start()

@@ -1,11 +1,11 @@
-"""Does work for which answers do not wait: a thread does the work about 20 ms later.
+"""A thread that does work for which answers do not wait, about 20 ms after the work was added.
 
 Owns:  Backlog.
-Runs:  in the front-end. `add` and `work_off` on any thread.
+Runs:  in the front-end. `add` and `work_off` can be called on any thread.
 From:  engine.judge (completions whose verdicts must be counted).
 
-Promise: pieces of work are done one at a time, in the order in which they were added. If the
-process ends, the waiting work is done first. The thread releases the GIL between two pieces.
+Promise: pieces of work are done one at a time, in the order in which they were added. Before the
+process ends, the waiting work is done. The thread releases the GIL between two pieces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_scope.control.background import Background
 logger = logging.getLogger("vllm.vllm_scope")
 #: Name of the thread.
 NAME = "vllm-scope-backlog"
-#: Delay of the work, in seconds. By then, requests that ended together have their answers.
+#: Delay of the work, in seconds. After this delay, requests that ended together have their answers.
 LATER_S = 0.02
 #: Largest number of pieces of work that can wait.
 MOST_WAITING = 1024
@@ -46,8 +46,8 @@ class Backlog(Background):
         return len(self._waiting)
 
     def add(self, work: Callable[[], None]) -> None:
-        """Add a piece of work. The thread does `work` about LATER_S later. If more than
-        MOST_WAITING pieces wait, the calling thread does the oldest piece now."""
+        """Add a piece of work. The thread does `work` about LATER_S seconds later. If more than
+        MOST_WAITING pieces of work wait, the calling thread does the oldest piece now."""
         self._start()
         self._waiting.append(work)
         if not self._came.is_set():

@@ -1,4 +1,4 @@
-"""Named edits with bounds of their scales.
+"""Named edits, and the bounds of the edits' scales.
 
 Owns:  BoundedEdits.
 To:    controller.
@@ -17,15 +17,15 @@ from vllm_scope.request.actions import Add, Edit
 
 @dataclass(frozen=True)
 class BoundedEdits:
-    """Edits by name. The order of the mapping is the order in which the edits apply.
+    """Edits by name. The edits apply in the order of the mapping `edits`.
 
     Attributes:
-        bounds: name of an Add -> (lowest, highest) scale.
-        max_step: name of an Add -> the largest change of its scale by one call of `moved`.
+        bounds: maps the name of an Add to the lowest and the highest scale.
+        max_step: maps the name of an Add to the largest change of its scale by one call of `moved`.
 
     Raises:
-        SpecError: a name has no edit, an edit with bounds is not an Add, a scale is out of its
-            bounds, or a step is not above 0.
+        SpecError: a name in `bounds` or `max_step` has no edit, an edit with bounds is not an Add,
+            a scale is out of its bounds, or a step is not above 0.
     """
 
     edits: Mapping[str, Edit]
@@ -44,7 +44,9 @@ class BoundedEdits:
                 )
         for name, step in self.max_step.items():
             if name not in self.bounds or not step > 0:
-                raise SpecError(f"max_step[{name!r}] is {shown(step)}; it needs bounds, above 0.")
+                raise SpecError(
+                    f"max_step[{name!r}] is {shown(step)}; it must be above 0, and it needs bounds."
+                )
 
     @property
     def scales(self) -> dict[str, float]:
@@ -56,10 +58,11 @@ class BoundedEdits:
         """The edits after a change. Each scale with bounds stays within its bounds.
 
         Args:
-            to: name -> the new scale if the name has bounds. Otherwise, name -> a new edit.
+            to: maps the name of an edit with bounds to a new scale, and the name of another edit to
+                a new edit.
 
         Raises:
-            SpecError: a name has no edit, or a value has the wrong kind.
+            SpecError: a name in `to` has no edit, or a value in `to` has the wrong type.
         """
         return replace(self, edits={**self.edits, **{n: self._moved(n, to[n]) for n in to}})
 

@@ -1,4 +1,4 @@
-"""An operator's callback changes server-wide edits by the findings of monitors, within bounds.
+"""An operator's callback changes server-wide edits after findings of monitors, within bounds.
 
     def calmer(observations, scales):
         mean = sum(one.value for one in observations) / len(observations)
@@ -15,7 +15,7 @@ Runs:  in the process of the front-end, on its own thread. No vLLM.
 From:  engine.monitors (observations).   To: engine.control (server-wide edits).
 
 Promise: a callback never delays a request, and never sets a scale outside of its bounds. If a
-callback raises, hangs or returns an impossible change, the last edits stay in force.
+callback raises an error, hangs or returns an impossible change, the last edits stay in force.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from vllm_scope.request.actions import Edit
 from vllm_scope.request.spec import scope
 
 logger = logging.getLogger("vllm.vllm_scope")
-#: The largest number of waiting observations. Older observations are dropped and counted.
+#: The largest number of waiting observations. If more observations wait, the oldest observations
+#: are dropped and counted.
 MOST_WAITING = 4096
 
 
@@ -48,7 +49,7 @@ class Observation:
     Attributes:
         request_id, completion: the id of the request, and the index of its completion.
         name: the monitor's name, without its prefix.
-        value: the aggregate of all scores. If the monitor has no aggregate, the largest score.
+        value: the aggregate of all scores, or the largest score if the monitor has no aggregate.
         position: the token position of `value`.
         verdict: True if the value was above the monitor's threshold at some position.
         time_s: the time at which the completion ended, in seconds of `time.time()`.
@@ -68,7 +69,8 @@ class Change:
     """The change of server-wide edits that a callback wants.
 
     Attributes:
-        to: name of an edit -> the new scale if the name has bounds. Otherwise, name -> a new edit.
+        to: maps the name of an edit with bounds to a new scale, and the name of another edit to a
+            new edit.
         reason: a text for the log.
     """
 
@@ -76,19 +78,22 @@ class Change:
     reason: str = ""
 
 
-#: (observations since the last call, {name: scale in force}) -> a Change, or None for no change.
+#: A function of the observations since the last call and the scales in force by name. The function
+#: returns a Change, or None for no change.
 Callback = Callable[[Sequence[Observation], Mapping[str, float]], Change | None]
 
 
 class ServerEdits(Protocol):
-    """The server-wide edits of an engine, as a spec. Called on any thread. Can raise."""
+    """The server-wide edits of an engine, as a spec. The methods can be called on any thread, and
+    can raise errors."""
 
     def get(self) -> str | None: ...
 
     def set(self, text: str | None) -> None: ...
 
     def listen(self, tell: Callable[[Observation], None] | None) -> None:
-        """Make the engine's monitors call `tell` with each observation. None ends these calls."""
+        """Make the engine's monitors call `tell` with each observation. If `tell` is None, the
+        monitors do not make these calls any more."""
 
 
 #: Functions that find the ServerEdits of a vllm.LLM or an AsyncLLM. Only the last function is used.
@@ -97,31 +102,34 @@ _finders: list[Callable[[Any], ServerEdits]] = []
 
 
 def find_edits_by(finder: Callable[[Any], ServerEdits]) -> None:
-    """Set the function by which `Controller.on` finds the ServerEdits of an engine. The function is
-    in `engine`. `engine` imports this package. Therefore this package cannot import `engine`."""
+    """Set the function by which `Controller.on` finds the ServerEdits of an engine. The folder
+    `engine` calls this function, because `engine` can import this folder, and this folder cannot
+    import `engine`."""
     _finders.append(finder)
 
 
 class Controller(Uncopied):
-    """Server-wide edits by name. A callback changes the edits. While the controller runs, the
-    engine has no other server-wide edits.
+    """Server-wide edits by name, which a callback changes. While the controller runs, the engine
+    has no other server-wide edits.
 
     Args:
         callback: a function that the controller's thread calls with one or more observations.
-        edits: name -> the edit at the start. The edits apply in the order of the mapping.
-        bounds: name of an Add -> (lowest, highest) scale.
-        max_step: name -> the largest change of the scale by one call of the callback.
-        rate: the largest number of calls of the callback per second, 0.0001 to 1000.
-        patience_s: above 0, at most 3600. If a call of the callback takes longer, it counts as
-            hanging, and the result is dropped.
+        edits: maps a name to the edit with which the controller starts. The edits apply in the
+            order of the mapping.
+        bounds: maps the name of an Add to the lowest and the highest scale.
+        max_step: maps the name of an Add to the largest change of the Add's scale by one call of
+            the callback.
+        rate: the largest number of calls of the callback per second, from 0.0001 to 1000.
+        patience_s: the number of seconds after which a call of the callback counts as hanging,
+            above 0 and at most 3600. The result of a call that hangs is dropped.
         clock: a function that returns the time in seconds. Tests use another clock.
 
     Attributes:
         counts: number of calls, changes, failures, hangs and dropped observations so far.
 
     Raises:
-        SpecError: a name has no edit, an edit with bounds is not an Add, or a scale, `rate` or
-            `patience_s` is out of its bounds.
+        SpecError: a name in `bounds` has no edit, an edit with bounds is not an Add, or a scale,
+            `rate` or `patience_s` is out of its bounds.
     """
 
     def __init__(
@@ -152,11 +160,11 @@ class Controller(Uncopied):
 
     @property
     def scales(self) -> dict[str, float]:
-        """Name of an edit with bounds -> the scale in force."""
+        """The scales in force, by the names of the edits with bounds."""
         return self._edits.scales
 
     def tell(self, observation: Observation) -> None:
-        """Add an observation. Can be called on any thread. Never blocks."""
+        """Add an observation. The method can be called on any thread, and never blocks."""
         if len(self._seen) == MOST_WAITING:
             self.counts["dropped"] += 1
         self._seen.append(observation)
@@ -217,7 +225,7 @@ class Controller(Uncopied):
         if self._server is not None:
             self._server.set(scope(*edits.edits.values())["scope"])
 
-    # While the controller runs
+    # The methods that start and end the controller
 
     def on(self, engine: Any) -> Controller:
         """Set the engine, and return the controller. A `with` block starts the thread.
@@ -267,8 +275,8 @@ class Controller(Uncopied):
     def close(self, keep: bool = False) -> None:
         """End the controller. The callback is not called any more. If `keep` is False, restore the
         server-wide edits from before the controller. If `keep` is True, the controller's last edits
-        stay in force. If the callback still runs, wait at most `patience_s` for its end, and drop
-        the result."""
+        stay in force. If the callback still runs, wait at most `patience_s` seconds for its end,
+        and drop the result."""
         if self._server is None or self._closed.is_set():
             return
         self._check_thread()

@@ -21,7 +21,8 @@ class Start(NamedTuple):
     Attributes:
         request_id: the caller's id of the request.
         completion: the index of the completion, if the request has several completions (`n`).
-        num_prompt_tokens: this number is also the position of the first generated token.
+        num_prompt_tokens: the number of tokens of the prompt, which is also the position of the
+            first generated token.
         options: the request's options, which `PolicyPlugin.check` has accepted.
     """
 
@@ -36,9 +37,9 @@ class Decision:
     """The decision of a running policy at one position.
 
     Attributes:
-        scale: name of an `Add` of the request -> the new `scale` of the `Add` for later tokens.
-            Edits that are not named keep their scale.
-        stop: True: the request ends with the token that was sampled in this position's step.
+        scale: maps the name of an `Add` of the request to the new `scale` of this `Add` for later
+            tokens. Edits that are not named keep their scale.
+        stop: if True, the request ends with the token that was sampled in this position's step.
         flag: a word for the result, of at most 200 characters.
     """
 
@@ -57,16 +58,16 @@ class RunningPolicy(Protocol):
         order. The decision must depend only on the arguments of this call and of earlier calls.
 
         Args:
-            scores: name of a probe, gate or dose -> value at this position. If a probe has an
-                aggregate, the value is the aggregate.
+            scores: maps the name of a probe, gate or dose to the value at this position. If a probe
+                has an aggregate, the value is the aggregate.
         """
 
 
 class PolicyPlugin(Protocol):
     """The plugin of a policy. The plugin's entry point names a class with these methods, or a
     function that returns an object with these methods. Each process calls the class or the function
-    one time, with the policy's own options as keywords. If the call raises an error, the engine
-    does not start."""
+    one time, with the policy's own options as keyword arguments. If the call raises an error, the
+    engine does not start."""
 
     def check(self, options: Mapping[str, Any]) -> None:
         """If a request's options are not valid, raise ValueError with the reason as its text."""
@@ -74,7 +75,8 @@ class PolicyPlugin(Protocol):
     def start(self, request: Start) -> RunningPolicy: ...
 
 
-#: (position, {name of an edit: scale}), in ascending order. The scales apply from the position on.
+#: Pairs of a position and a mapping of an edit's name to a scale, in ascending order of positions.
+#: The scales of a pair apply from the pair's position on.
 Changes = tuple[tuple[int, dict[str, float]], ...]
 
 
@@ -83,10 +85,10 @@ class Decided(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         position: the position at which the policy decided.
-        acts_from: the first position with the new scales. None if there are no new scales.
+        acts_from: the first position with the new scales, or None if there are no new scales.
         scale, stop, flag: as in Decision.
-        error: the reason why the policy does not control this request any more. None if the policy
-            still controls the request.
+        error: the reason why the policy does not control this request any more, or None if the
+            policy still controls the request.
     """
 
     position: int

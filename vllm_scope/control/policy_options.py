@@ -37,8 +37,8 @@ class PolicyOptions(BaseModel):
     Attributes:
         most_changes: the largest number of changes of scales in one request. A request waits until
             the device tables have room for all these changes.
-        timeout_s: limit of the time of all calls of a running policy in one step. If the calls take
-            longer, the running policy is not called again.
+        timeout_s: limit of the time of all calls of a running policy in one step, in seconds. If
+            the calls take longer, the running policy is not called again.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -75,7 +75,8 @@ class PolicyConfig:
         try:
             plugin = made(**self.own)
         except Exception as error:
-            # The log gets this text. The text has no values of options: values can be secrets.
+            # The text of this error goes into the log. The text has no values of options, because
+            # values can be secrets.
             raise ConfigError(
                 f"the options of policy {self.name!r}, {', '.join(sorted(self.own)) or 'none'}, "
                 f"are not taken ({type(error).__name__}: {error})."
@@ -99,21 +100,25 @@ class Loaded:
 
 
 def parse_policies(body: object) -> dict[str, PolicyConfig]:
-    """Name -> PolicyConfig, from an object of options by name, or from an array of names.
+    """Parse the option `policies` to a mapping of names to PolicyConfigs. The option is an object
+    of options by name, or an array of names.
 
     Raises:
-        ConfigError: a policy or an option is wrong. The text names the policy or option, the given
-            value and the allowed values.
+        ConfigError: a policy or an option is wrong. The error's text names the policy or option,
+            the given value and the allowed values.
     """
     if isinstance(body, list | tuple) and all(isinstance(name, str) for name in body):
         body = {name: {} for name in body}
     if not isinstance(body, Mapping):
-        raise ConfigError(f"policies is {shown(body)}; it must be an object, one field per policy.")
+        raise ConfigError(
+            f"policies is {shown(body)}; it must be an object with a field for each policy."
+        )
     return {name: _parse_one(name, one) for name, one in body.items()}
 
 
 def check_engine(policies: Mapping[str, PolicyConfig], num_stages: int, drafts: bool) -> None:
-    """Raises ConfigError if there are policies, and pipeline stages or speculative decoding."""
+    """Raises ConfigError if an engine has both policies and pipeline stages or speculative
+    decoding."""
     if policies and (num_stages > 1 or drafts):
         what = f"{num_stages} pipeline stages" if num_stages > 1 else "speculative decoding"
         raise ConfigError(
@@ -157,7 +162,7 @@ def checked(policy: Policy, loaded: Mapping[str, Loaded]) -> PolicyOptions:
     if found is None:
         raise SpecError(
             f"policy.name is {shown(policy.name)}; this engine has "
-            f"{', '.join(sorted(loaded)) or 'no policies'}. Its operator sets them up in "
+            f"{', '.join(sorted(loaded)) or 'no policies'}. The operator adds policies in "
             "additional_config['scope'].policies."
         )
     try:

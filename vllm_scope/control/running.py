@@ -2,11 +2,12 @@
 
 Owns:  Policies (a worker's policies), Steering (one request's running policy).
 Runs:  in the worker whose output EngineCore reads, on the thread that makes the step's output.
-From:  worker.watch (the scores).   To: core.news (new scales, to every rank), the result.
+From:  worker.watch (the scores).   To: core.news (sends new scales to every rank), the request's
+       result (decisions).
 
-Promise: if a running policy raises, makes an impossible decision, takes too long or changes scales
-too often, the running policy is not called again. Its last decision has no effect, and the request
-keeps its scales. Other requests are not affected.
+Promise: if a running policy raises an error, makes an impossible decision, takes too long or
+changes scales too often, the running policy is not called again. The last decision of such a policy
+has no effect, and the request keeps its scales. Other requests are not affected.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Policies:
     def begin(
         self, asked: Resolved, request_id: str, completion: int, num_prompt: int
     ) -> Steering | None:
-        """Make the Steering of a completion that begins. None if the request has no policy."""
+        """The Steering of a completion that begins. Returns None if the request has no policy."""
         if asked.policy is None:
             return None
         policy, options = self._loaded[asked.policy.name], asked.policy.options
@@ -75,7 +76,7 @@ class Steering:
 
     def begin_step(self) -> None:
         """Begin a new step. The time of the policy's calls in this step counts from 0. The step's
-        output waits for all these calls."""
+        output waits for all calls of the policy."""
         self._spent_s = 0.0
 
     def observe(self, position: int, scores: Mapping[str, float]) -> Decided | None:
@@ -100,8 +101,8 @@ class Steering:
             return self._end(position, str(error))
 
     def _checked(self, position: int, decision: object) -> Decided | None:
-        """Convert a decision to Decided. None if the decision changes nothing. Raises SpecError if
-        the decision is not possible."""
+        """Convert a decision to Decided. Returns None if the decision changes nothing. Raises
+        SpecError if the decision is not possible."""
         if not isinstance(decision, Decision):
             raise SpecError(f"it returned {shown(decision)}; it returns a Decision or None")
         if not isinstance(decision.stop, bool):
@@ -112,7 +113,8 @@ class Steering:
         acts_from = None
         if new:
             acts_from = max(position, self._start.num_prompt_tokens - 1) + 1 + self._lag
-            # All changes at positions of the prompt apply from one position, and count as one.
+            # All changes at positions of the prompt apply from the same position, and count as one
+            # change.
             self._num_changes += acts_from != self._last_from
             most = self._policy.options.most_changes
             if self._num_changes > most:
@@ -144,7 +146,7 @@ class Steering:
         if name not in self._logged:
             self._logged.add(name)
             logger.error(
-                "vllm-scope: the policy %r fails: %s. Further failures of it are counted.",
+                "vllm-scope: the policy %r fails: %s. Its further failures are counted.",
                 name, why.rstrip("."), exc_info=error,
             )  # fmt: skip
         reason = (

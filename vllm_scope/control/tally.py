@@ -45,8 +45,8 @@ class Tally(Uncopied):
         self._threshold, self.since_s, self._clock = threshold, since_s, clock
         self._lock = threading.Lock()
         self._requests = self._verdicts = self._not_finite = 0
-        #: The width of a range is 2 ** _exponent. `_ranges`: index of a range (`first + i` in
-        #: Histogram) -> number of completions.
+        #: The width of a range is 2 ** _exponent. `_ranges` maps the index of a range (`first + i`
+        #: in Histogram) to the number of completions.
         self._exponent = -math.inf
         self._ranges: dict[int, int] = {}
         self._slices: deque[list[int]] = deque(maxlen=MOST_SLICES)
@@ -59,9 +59,10 @@ class Tally(Uncopied):
         """Count a completion that has ended.
 
         Args:
-            value: the completion's largest value. None if no token was scored.
-            verdict: (position, value) of the completion's verdict. None if there is no verdict.
-            ended_s: the time at which the completion ended, by `clock`. None: now.
+            value: the completion's largest value, or None if no token was scored.
+            verdict: (position, value) of the completion's verdict, or None if there is no verdict.
+            ended_s: the time at which the completion ended, by `clock`. If `ended_s` is None, the
+                completion ended now.
         """
         now = self._clock() if ended_s is None else ended_s
         with self._lock:
@@ -96,7 +97,8 @@ class Tally(Uncopied):
             self._ranges = _merged([(self._ranges, self._exponent)], needed)
             self._exponent = needed
         index = math.ceil(math.ldexp(distance, -int(self._exponent))) - 1
-        # The worker compared float32 numbers. Its verdict decides the side of the threshold.
+        # The worker compared float32 numbers. The worker's verdict decides on which side of the
+        # threshold the value counts.
         index = max(index, 0) if above else min(index, -1)
         self._ranges[index] = self._ranges.get(index, 0) + 1
 
@@ -121,10 +123,11 @@ def _first_slice(now_s: float) -> int:
 
 
 def _merged(some: Sequence[tuple[Mapping[int, int], float]], exponent: int) -> dict[int, int]:
-    """The sum of several counts by range. The ranges of the result have the width 2 ** exponent.
+    """The sum of several counts, for each range. The result's ranges have the width 2 ** exponent.
 
     Args:
-        some: (index of a range -> count, its exponent). Each exponent is at most `exponent`.
+        some: pairs of a mapping and an exponent. A mapping has the count of each range, by the
+            index of the range. The exponents are at most `exponent`.
     """
     found: dict[int, int] = {}
     for ranges, own in some:
@@ -146,8 +149,8 @@ def joined(found: Sequence[Found], now_s: float) -> Found:
     """The sum of one monitor's findings in several API server processes.
 
     Args:
-        found: one Found for each process, at least one Found. All must be from the same setting of
-            the same monitor. A Found can be old if its process had no new completion.
+        found: one Found for each process, at least one Found. All Founds must be from the same
+            setting of the same monitor. A Found can be old if its process had no new completion.
         now_s: the current time, in seconds of `time.time()`.
     """
     begin_s = _first_slice(now_s)

@@ -5,8 +5,8 @@ Runs:  in EngineCore, on the scheduler's thread.
 From:  program.held, engine.core.scheduler (the caller).
 
 Promise: the tables have room for every request that Admission admits. Requests of one spec with the
-same programs share their table entries, and equal vectors share one entry. In the tables, requests
-with few operations also share equal programs. Admission does not count on this second sharing.
+same programs share the entries of the tables, and equal vectors share one entry. In the tables,
+requests with few operations also share equal programs, but Admission does not rely on this.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Generic, Protocol, TypeVar
 from vllm_scope.program.held import Held
 from vllm_scope.program.operations import Cost
 
-#: No entries of the device tables.
+#: A Cost of no entries in the device tables.
 NOTHING = Cost()
 
 
 class Waits(Protocol):
-    """A request that can wait: vLLM's Request."""
+    """A request that can wait, such as vLLM's Request."""
 
     request_id: str
 
@@ -66,46 +66,48 @@ class Admission(Generic[Waiting]):
 
     If the tables have no room for a request, the request waits outside the scheduler. Waiting
     requests are admitted in the order of their arrival. Requests with a lens have their own queue.
-    Therefore other requests can enter while requests with a lens wait. If a request can never fit,
-    the front-end refuses the request.
+    Therefore requests without a lens can enter while requests with a lens wait. If a request can
+    never fit, the front-end refuses the request.
 
     Args:
         most: the number of entries of the tables.
         num_logged: number of entries of the log of states.
 
     Attributes:
-        most: as above.
-        lines: the queue of waiting requests without a lens, and the queue of those with a lens.
+        most: the number of entries of the tables.
+        lines: the queue of waiting requests without a lens, and the queue of waiting requests with
+            a lens.
         num_waited: number of requests that have waited so far.
-        held: the entries that are used or reserved.
+        held: the number of entries that are used or reserved.
     """
 
     def __init__(self, most: Cost, num_logged: int = 0) -> None:
         self.most = most
         self._log = Ranges(num_logged)
-        #: Request id -> (start, size) of the request's range of the log.
+        #: The range (start, size) of the log that each request has, by request id.
         self._logged: dict[str, tuple[int, int]] = {}
         self.lines: tuple[deque[Waiting], deque[Waiting]] = deque(), deque()
         self.num_waited = 0
         self._held: dict[str, Held] = {}
-        #: `_sets`: `Held` (the programs of a request) -> number of requests that use it.
-        #: `_vectors`: key of a vector -> number of these `Held` that use the vector.
+        #: `_sets` has the number of requests that use each `Held` (the programs of a request).
+        #: `_vectors` has the number of these `Held` that use each vector, by the vector's key.
         self._sets: Counter[Held] = Counter()
         self._vectors: Counter[bytes] = Counter()
-        #: Request id -> the request's `reserve`, as in `admit`.
+        #: The `reserve` of each request, as in `admit`, by request id.
         self._reserved: dict[str, Cost] = {}
         self.held = Cost()
 
     @property
     def waiting(self) -> list[Waiting]:
-        """The waiting requests: first those without a lens, then those with a lens."""
+        """The waiting requests. Requests without a lens come before requests with a lens."""
         return [request for line in self.lines for request in line]
 
     def enter(
         self, request: Waiting, held: Held | None, num_logged: int = 0, reserve: Cost = NOTHING
     ) -> bool:
-        """True if a new request can go to the scheduler now. Otherwise the request is added to a
-        queue. The arguments are as for `admit`. `held` is None for a request without programs."""
+        """Returns True if a new request can go to the scheduler now. Otherwise adds the request to
+        a queue. The arguments are the same as for `admit`. `held` is None for a request without
+        programs."""
         line = self.lines[reserve.lens_rows > 0]
         if held is None:
             # If a piece of streamed input waits, later pieces of the same request must wait too.
@@ -121,14 +123,14 @@ class Admission(Generic[Waiting]):
         return False
 
     def take_out(self, request_ids: Collection[str] | None) -> list[Waiting]:
-        """Remove waiting requests from the queues, and return them. None removes all."""
+        """Remove waiting requests from the queues. Returns these requests. None removes all."""
         taken = [r for r in self.waiting if request_ids is None or r.request_id in request_ids]
         without, with_ = (deque(r for r in line if r not in taken) for line in self.lines)
         self.lines = without, with_
         return taken
 
     def log_start(self, request_id: str) -> int:
-        """The start of a request's range of the log. 0 if the request has no range."""
+        """The start of a request's range of the log. Returns 0 if the request has no range."""
         return self._logged.get(request_id, (0, 0))[0]
 
     def admit(
@@ -137,9 +139,9 @@ class Admission(Generic[Waiting]):
         """Allocate table entries for a request. Returns False if there is no room.
 
         Args:
-            held: the request's programs. A request that has entries already gets no more.
+            held: the request's programs. A request that has entries already gets no more entries.
             num_logged: number of entries of the log that the request needs.
-            reserve: entries for later changes of scales by a policy, and the rows of lenses.
+            reserve: the entries for later changes of scales by a policy, and the rows of lenses.
         """
         if request_id in self._held:
             return True

@@ -2,12 +2,13 @@
 
 Owns:  StepNews and Entrant (the message), `Told` (the specs and vectors that EngineCore has sent),
        `Heard` (the specs and vectors that a worker has received).
-Runs:  `Told` in EngineCore, on the scheduler's thread. `Heard` in every worker, on its main thread.
+Runs:  `Told` in EngineCore, on the scheduler's thread. `Heard` is in every worker, on the main
+       thread.
 From:  engine.core.entry (resolved requests).   To: engine.worker.worker.
 
 Promise: all workers get the same news in the same order. Therefore EngineCore knows the specs and
 vectors that every worker stores, and does not send a stored spec or vector again. The memory for
-specs and vectors is bounded: a StepNews also names the specs and vectors that workers must drop.
+specs and vectors is bounded. A StepNews also names the specs and vectors that workers must drop.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.ticket import Recipient
 from vllm_scope.sinks.request import Ended
 
-#: Limits of a worker's memory, in bytes: for specs with their vectors, and for vectors by digest.
+#: Limits of a worker's memory in bytes, for specs with their vectors, and for vectors by digest.
 SPEC_BYTES, ARRAY_BYTES = 64 << 20, 64 << 20
 
 
@@ -36,11 +37,13 @@ class Entrant(msgspec.Struct, frozen=True):
     """A request that is new for the workers.
 
     Attributes:
-        recipient: None if only the server's edits or global sinks apply to the request.
+        recipient: the request's Recipient. None if only the server's edits or global sinks apply to
+            the request.
         spec: the number of the request's spec, in the StepNews of this step or of an earlier step.
-        columns: `RequestProgram.columns` if the request edits, probes or is unchecked, else empty.
-        unchecked: True if the request can deliver more in one step than its front-end has checked.
-            The causes are server-wide edits, modules, global sinks and codecs.
+        columns: `RequestProgram.columns` if the request has edits or probes, or is unchecked. If
+            not, empty.
+        unchecked: True if the request can deliver more bytes in one step than its front-end has
+            checked. The causes can be server-wide edits, modules, global sinks and codecs.
         logged: the request's range of the log of states.
         scores: the digest of the probes if workers store scores with KV blocks. Otherwise empty.
         cached: hashes of the request's first blocks whose KV comes from the cache. The workers
@@ -62,25 +65,28 @@ class StepNews(msgspec.Struct):
     """The changes since the last step. Workers apply the changes before the step's forward.
 
     Attributes:
-        entrants: request id -> a request that enters.
-        specs: number -> a new packed spec, with the server's edits and reads of global sinks.
-        arrays: digest -> (shape, data) of a vector that the workers do not have.
-        forgotten_specs, forgotten_arrays: numbers of specs and digests of vectors. Workers drop
-            these after the entrants have entered.
-        ended: id of an ended request with sinks -> the tokens that the scheduler has accepted.
+        entrants: the requests that enter, by request id.
+        specs: the new specs in packed form, by the number of the spec. The specs contain the
+            server's edits and the reads of global sinks.
+        arrays: (shape, data) of each vector that the workers do not have, by digest.
+        forgotten_specs, forgotten_arrays: the numbers of the specs and the digests of the vectors
+            that workers drop after the entrants have entered.
+        ended: for each ended request with sinks, the tokens that the scheduler has accepted, by
+            request id.
         zeroed: KV blocks that the workers must zero before the step's forward.
-        filled: request id -> (number of the first new full block, hashes of all new full blocks). A
-            new full block was filled in an earlier step, or is filled with this step. Workers store
-            the scores of these blocks.
-        filled_at_end: as `filled`, for requests that have ended.
+        filled: (number of the first new full block, hashes of all new full blocks) of each request
+            with new full blocks, by request id. A new full block was filled in an earlier step, or
+            is filled with this step. Workers store the scores of these blocks.
+        filled_at_end: the same as `filled`, for requests that have ended.
         forgotten_scores: the keys of scores that workers drop.
-        resumed: request id -> number of tokens of the request. It has the requests with states of
-            gates that begin, or begin again after preemption.
-        begun: request id -> names of first stages that now have a verdict.
-        scales: request id -> the new scales that the request's policy has decided.
-        accepted: id of a running or ended request with Moments -> number of accepted tokens.
-        resolved: number -> a new spec, not packed.
-        held: request id -> the programs of an entrant. `resolved` and `held` are for a worker in
+        resumed: by request id, the number of tokens of each request that has gates with states, and
+            that begins, or begins again after preemption.
+        begun: the names of the first stages that now have a verdict, by request id.
+        scales: the new scales that a request's policy has decided, by request id.
+        accepted: the number of accepted tokens of each running or ended request with Moments, by
+            request id.
+        resolved: the new specs before packing, by the number of the spec.
+        held: the programs of each entrant, by request id. `resolved` and `held` are for a worker in
             EngineCore's process. A pickled StepNews does not contain `resolved` and `held`.
     """
 
@@ -111,7 +117,7 @@ class StepNews(msgspec.Struct):
 
 
 def packed_of(asked: Resolved) -> tuple[Packed, dict[bytes, Array]]:
-    """The packed spec, and digest -> vector. The result is cached on `asked`."""
+    """The packed spec, and the vectors by digest. The result is cached in `asked`."""
     known: tuple[Packed, dict[bytes, Array]] | None = asked.__dict__.get("_packed")
     if known is None:
         whole = tuple(getattr(asked, each.name) for each in fields(asked))
@@ -132,23 +138,24 @@ def know_digest(asked: Resolved, digest: bytes) -> None:
 
 
 class Told:
-    """The specs and vectors that the workers store, as EngineCore knows.
+    """EngineCore's record of the specs and vectors that the workers store.
 
     Args:
-        here: True if the only worker is in this process. Specs are then not packed.
+        here: True if the only worker is in this process. If True, specs are not packed.
     """
 
     def __init__(self, here: bool = False) -> None:
         self._here = here
         self._numbers = itertools.count()
-        #: `id()` of a Resolved -> (the Resolved, its number). The entry keeps the Resolved alive.
-        #: Otherwise Python could give the same `id()` to another object.
+        #: Each Resolved with its number, by the `id()` of the Resolved. This reference keeps the
+        #: Resolved alive. If the Resolved were freed, Python could give its `id()` to another
+        #: object.
         self._specs: Remembered[int, tuple[Resolved, int]] = Remembered(SPEC_BYTES)
         self._arrays: Remembered[bytes, bool] = Remembered(ARRAY_BYTES)
 
     def number_of(self, asked: Resolved, news: StepNews) -> int:
         """The number of a spec. If the workers do not have the spec, the spec is added to `news`.
-        The vectors that the workers do not have are added too."""
+        The vectors that the workers do not have are also added to `news`."""
         known = self._specs.get(id(asked))
         if known is not None:
             return known[1]
@@ -178,7 +185,7 @@ class Heard:
     """The specs and vectors that a worker stores."""
 
     def __init__(self) -> None:
-        #: Number of a spec -> (the spec, the digest of the spec).
+        #: Each spec with its digest, by the number of the spec.
         self._specs: dict[int, tuple[Resolved, bytes]] = {}
         self._arrays: dict[bytes, Array] = {}
 
@@ -186,7 +193,7 @@ class Heard:
         return self._specs[number][0]
 
     def digest_of(self, number: int) -> bytes:
-        """Digest of a spec's content."""
+        """The digest of a spec, by the spec's number."""
         return self._specs[number][1]
 
     def take(self, news: StepNews) -> None:

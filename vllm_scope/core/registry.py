@@ -35,8 +35,8 @@ class Registry:
     """Modules and server-wide edits.
 
     Attributes:
-        names: name -> digest of its module.
-        server: digest of the server-wide edits. None if there are no server-wide edits.
+        names: the digest of each module, by the module's name.
+        server: digest of the server-wide edits, or None if there are no server-wide edits.
         server_text: the spec of the server-wide edits, as the caller sent it.
         ahead: vectors that tickets name by digest.
     """
@@ -64,7 +64,7 @@ class Registry:
         """Register a module under a name. Returns the module's digest.
 
         Args:
-            name: 1 to 200 characters.
+            name: a string of 1 to 200 characters.
             data: the module as bytes, made by `vllm_scope.vectors.to_bytes`.
 
         Raises:
@@ -82,7 +82,7 @@ class Registry:
                 f"a module's name is 1 to {MAX_NAME} characters that UTF-8 has, not {shown(name)}."
             )
         if name not in self.names and len(self.names) >= MAX_MODULES:
-            raise SpecError(f"{MAX_MODULES} modules are registered; remove some first.")
+            raise SpecError(f"{MAX_MODULES} modules are registered; remove some modules first.")
         if module.hidden_size != self._sites.hidden_size:
             raise SpecError(
                 f"the vectors of {shown(name)} have {module.hidden_size} numbers; this model's "
@@ -111,21 +111,22 @@ class Registry:
         self._meanings.forget()
 
     def modules(self) -> dict[str, dict[str, Any]]:
-        """Name of a module -> {"digest": ..., "streams": ...}. `streams` has [site, layer] or
-        [site, layer, tier] of each vector."""
+        """By the name of a module: {"digest": ..., "streams": ...}. `streams` contains
+        [site, layer] or [site, layer, tier] for each vector."""
         return {
             name: {"digest": digest, "streams": [list(s) for s in self._vectors[name]]}
             for name, digest in self.names.items()
         }
 
     def set_edits(self, text: str | None) -> str | None:
-        """Set the edits of all requests that enter from now on. None removes the edits.
+        """Set the edits that apply to all requests that enter from now on. If `text` is None,
+        removes the edits.
 
         Args:
             text: a spec of edits, in the form of `scope(...)["scope"]`. `tokens` must be in TIERS.
 
         Returns:
-            The digest of the edits. None if `text` is None.
+            The digest of the edits. If `text` is None, returns None.
 
         Raises:
             SpecError: `text` is not a spec of edits, or this engine cannot apply the edits.
@@ -138,10 +139,10 @@ class Registry:
         return self.server
 
     def parse_edits(self, text: str) -> tuple[ResolvedEdit, ...]:
-        """Parse a text in the form of `set_edits`. Returns the edits, and does not set the edits.
+        """Parse a text for `set_edits`. Returns the edits, and does not set the edits.
 
         Raises:
-            SpecError: as `set_edits`.
+            SpecError: the same errors as in `set_edits`.
         """
         spec = Spec.from_json(text)
         if len(spec.actions) > len(spec.edits) or spec.policy is not None:
@@ -192,18 +193,18 @@ class Registry:
         return held
 
     def resolve(self, ticket: Ticket | None) -> tuple[Resolved, Resolved]:
-        """Resolve the spec of a request that enters now. Returns the resolved spec without the
-        server's edits, and the resolved spec with the server's edits before the request's edits.
+        """Resolve the spec of a request that enters now. The server's edits apply before the
+        request's edits.
 
         Args:
-            ticket: None for a request without a spec.
+            ticket: the request's ticket, or None for a request without a spec.
 
         Returns:
-            (without, with) the server's edits. If there are no server-wide edits, the same object
-            twice.
+            The resolved spec without the server's edits, and the resolved spec with the server's
+            edits. If there are no server-wide edits, both are the same object.
 
         Raises:
-            SpecError: the spec is not possible any more, because modules have changed.
+            SpecError: the spec cannot be resolved any more, because modules have changed.
             UnheldError: the spec names vectors by digests that EngineCore does not have.
         """
         own = NOTHING
@@ -214,14 +215,14 @@ class Registry:
 
     def _own(self, ticket: Ticket) -> Resolved:
         arrays = _Held(ticket.own_arrays(), self.ahead.arrays)
-        # The version is the number of changes, and not the digests of the modules, because a spec
-        # can name a thousand modules.
+        # The version is the number of changes of modules, and not the digests of the modules,
+        # because a spec can name a thousand modules.
         version = (self._num_changes,) if ticket.modules else ()
         return self._meanings.of(ticket.spec, arrays, self._vectors, version)
 
 
 class _Held(ChainMap[bytes, Array]):
-    """The vectors that a ticket can name."""
+    """The vectors that a ticket can name by digest."""
 
     def __missing__(self, digest: bytes) -> Array:
         raise UnheldError(

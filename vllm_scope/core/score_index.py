@@ -7,9 +7,9 @@ From:  engine.core.scheduler.   To: news (the scores that workers store and drop
 If the scores of a block's tokens are known, a request that only probes can use the block's KV from
 the prefix cache. Two requests with the same block hash and the same probes have the same scores.
 The block hash covers all tokens up to the end of the block, and all edits of these tokens. The
-workers store scores by (block hash, digest of the probes). EngineCore decides which scores the
-workers store. Therefore EngineCore knows the stored scores. The memory is bounded: the scores that
-were used longest ago are dropped first.
+workers store scores by the pair (block hash, digest of the probes). EngineCore decides which scores
+the workers store. Therefore EngineCore knows the stored scores. The memory for scores has a limit.
+If the limit is exceeded, the scores that were used longest ago are dropped first.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from itertools import repeat, takewhile
 
 from vllm_scope.request.remembered import Remembered
 
-#: Estimated memory for each block with scores, in bytes, without the scores. The sum of the memory
-#: in EngineCore and in a worker.
+#: The estimated sum of the memory for one block in EngineCore and in a worker, in bytes, without
+#: the block's scores.
 _BLOCK_BYTES = 512
 #: Requests that began together fill their blocks in the same steps. On the host of an H100, the
-#: scheduler needed 7 ms to send news of the blocks of 256 requests in one step. Therefore requests
-#: take turns. The news of a block of generated tokens is sent up to TURNS - 1 steps after the step
-#: in which the block was expected to be full. With async scheduling, the scheduler is up to two
-#: steps ahead of the known tokens. The news is then sent up to TURNS + 1 steps after the step that
-#: fills the block.
+#: scheduler needed 7 ms to send news of the blocks of 256 requests in one step. Therefore the
+#: requests take turns, in different steps. The news of a block of generated tokens is sent up to
+#: TURNS - 1 steps after the step in which the block was expected to be full. With async scheduling,
+#: the scheduler is up to two steps ahead of the known tokens. The news is then sent up to TURNS + 1
+#: steps after the step that fills the block.
 TURNS = 8
-#: In each step, the blocks of this many ended requests are marked as used. If more than TURNS *
+#: The number of ended requests whose blocks are marked as used in each step. If more than TURNS *
 #: ENDS_A_STEP ended requests wait, the blocks of 1 / TURNS of the waiting requests are marked.
-#: Measured without this limit, on the host of an H100: to mark the blocks of 128 requests when the
-#: requests ended delayed the last outputs by 3 ms.
+#: Without this limit, on the host of an H100, the marking of the blocks of 128 requests that ended
+#: together delayed the last outputs by 3 ms.
 ENDS_A_STEP = 4
-#: If the scores of unmarked blocks take more than 1 / WAITING of `most_bytes`, all are marked.
+#: If the scores of unmarked blocks take more than 1 / WAITING of `most_bytes`, all blocks are
+#: marked.
 WAITING = 8
-#: (block hash, digest of the probes).
+#: The key of a block's scores: (block hash, digest of the probes).
 ScoreKey = tuple[bytes, bytes]
 
 
@@ -47,36 +48,38 @@ class ScoreIndex:
     Args:
         block_size: number of tokens of a block with a hash.
         most_bytes: limit of the bytes of all scores.
-        step_tokens: as in Sites.
+        step_tokens: the same number as `Sites.step_tokens`.
     """
 
     def __init__(self, block_size: int, most_bytes: int, step_tokens: int = 1) -> None:
         self.block_size, self._step_tokens = block_size, step_tokens
         self._known: Remembered[ScoreKey, bool] = Remembered(most_bytes)
-        #: Id of a running request -> number of its first blocks that were cached or filled.
+        #: The number of first blocks that were cached or filled, by the id of a running request.
         self._told: dict[str, int] = {}
-        #: Id of a running request with filled blocks -> (hashes of its blocks, digest of its
-        #: probes, bytes of the scores of one block).
+        #: For each running request with filled blocks, by id: (hashes of the request's blocks,
+        #: digest of its probes, bytes of the scores of one block).
         self._chains: dict[str, tuple[Sequence[bytes], bytes, int]] = {}
-        #: Id of a running request -> number of its first tokens whose blocks can be stored.
+        #: The number of first tokens whose blocks can be stored, by the id of a running request.
         self._frozen: dict[str, int] = {}
-        #: Id of a running request -> number of steps by which the news of its blocks of generated
-        #: tokens is delayed. `_last_turn`: this number for the request that began last.
+        #: The number of steps by which the news of a request's blocks of generated tokens is
+        #: delayed, by the id of a running request. `_last_turn` is this number for the request that
+        #: began last.
         self._turns: dict[str, int] = {}
         self._last_turn = 0
-        #: Id of an ended request -> its blocks of which no news was sent, in the form of `fill`.
+        #: The blocks for which no news was sent, in the form that `fill` returns, by the id of an
+        #: ended request.
         self._ended: dict[str, tuple[int, list[bytes]]] = {}
         #: For each ended request whose blocks are not marked as used yet: (hashes of its blocks,
         #: digest of its probes, bytes of the scores of all its blocks).
         self._ended_chains: deque[tuple[Sequence[bytes], bytes, int]] = deque()
         #: The sum of the bytes in `_ended_chains`.
         self._ended_bytes = 0
-        #: `_step`: number of steps so far. `_due`: step -> requests that `due` can return in that
-        #: step. `_due_at`: request id -> the step in which `due` returns the request.
+        #: `_step` is the number of steps so far. `_due` has the requests that `due` can return in
+        #: each step. `_due_at` has the step in which `due` returns a request, by request id.
         self._step = 0
         self._due: dict[int, dict[str, None]] = {}
         self._due_at: dict[str, int] = {}
-        #: Keys of scores that workers must drop with the next news.
+        #: The keys of the scores that workers must drop with the next news.
         self._forgotten: list[ScoreKey] = []
 
     @property
@@ -84,15 +87,15 @@ class ScoreIndex:
         return list(self._told)
 
     def begin(self, request_id: str, num_cached: int) -> None:
-        """Store a request's scores from now on, without its first `num_cached` blocks."""
+        """Store a request's scores, except for the first `num_cached` blocks, from now on."""
         self._told[request_id] = num_cached
         self._last_turn = (self._last_turn + 1) % TURNS
         self._turns[request_id] = self._last_turn
         self._look_at(request_id, self._step + 1)
 
     def due(self) -> list[str]:
-        """The running requests whose full blocks are in the news of the coming step. Call this
-        method one time for each step. Then call `look_again` for each returned request."""
+        """The running requests whose full blocks must be in the news of the coming step. Call this
+        method one time for each step, and then call `look_again` for each returned request."""
         self._step += 1
         self._use_ended(max(ENDS_A_STEP, len(self._ended_chains) // TURNS))
         found = self._due.pop(self._step, {})
@@ -100,11 +103,12 @@ class ScoreIndex:
 
     def look_again(self, request_id: str, num_tokens: int) -> None:
         """Set the step in which `due` returns a request again. If the known tokens fill another
-        block, this is the next step. Otherwise, this is the request's turn after the first step
-        that can fill another block.
+        block, `due` returns the request in the next step. Otherwise, `due` returns the request at
+        its turn after the first step that can fill another block.
 
         Args:
-            num_tokens: number of known tokens. A step adds at most `step_tokens` tokens.
+            num_tokens: the number of known tokens, to which a step adds at most `step_tokens`
+                tokens.
         """
         full = self._next_full(request_id)
         if self._frozen.get(request_id, full) >= full:
@@ -117,15 +121,15 @@ class ScoreIndex:
         self._due_at[request_id] = step
 
     def num_known(self, hashes: Sequence[bytes], probes: bytes) -> int:
-        """The number of blocks before the first block without scores."""
+        """The number of blocks of a request before the first block without scores."""
         known = list(takewhile(self._known.__contains__, zip(hashes, repeat(probes))))
-        # In reverse order: the end of a chain must be dropped before its beginning, because the end
-        # is useless without the beginning.
+        # The blocks are marked in reverse order, because the end of a chain of blocks must be
+        # dropped before the beginning. The end is useless without the beginning.
         self._known.use(reversed(known))
         return len(known)
 
     def num_told(self, request_id: str) -> int | None:
-        """The number of first blocks that were cached or filled. None for a new request."""
+        """The number of first blocks that were cached or filled. A new request has None."""
         return self._told.get(request_id)
 
     def may_fill(self, request_id: str, num_tokens: int) -> bool:
@@ -143,7 +147,7 @@ class ScoreIndex:
         """Record the blocks that a request has filled.
 
         Args:
-            hashes: hashes of the request's blocks so far. The list is stored, not a copy.
+            hashes: hashes of the request's blocks so far. The list itself is stored, not a copy.
             num_tokens: number of computed tokens after the coming step.
             token_bytes: bytes of the scores of one token.
 
@@ -158,20 +162,20 @@ class ScoreIndex:
         size = self.block_size * token_bytes + _BLOCK_BYTES
         self._told[request_id], self._chains[request_id] = stop, (hashes, probes, size)
         found = list(hashes[first:stop])
-        for one in reversed(found):  # in reverse order, as in `num_known`
+        for one in reversed(found):  # in reverse order, as explained in `num_known`
             self._forgotten += [key for key, _ in self._known.put((one, probes), True, size)]
         return first, found
 
     def freeze(self, request_id: str, num_tokens: int) -> None:
-        """From now on, store only blocks of a running request's first `num_tokens` tokens. The
-        other tokens have more scores, because a later stage of a cascade has begun."""
+        """From now on, store only scores of the first `num_tokens` tokens of a running request. The
+        later tokens have more scores, because a later stage of a cascade has begun."""
         if request_id in self._told:
             self._frozen.setdefault(request_id, num_tokens)
 
     def lose(self, keys: Iterable[ScoreKey]) -> None:
         """Record that a worker does not have some scores. The next news makes all workers drop
-        these scores. Workers of other pipeline stages store a part of each score. A late report can
-        also name scores that were stored again after the loss."""
+        these scores. (Workers of other pipeline stages store a part of each score.) A late report
+        can also name scores that were stored again after the loss."""
         lost = set(keys)
         self._known.discard(lost)
         self._forgotten += lost
@@ -191,14 +195,14 @@ class ScoreIndex:
         return bool(self._forgotten or self._ended)
 
     def take_ended(self) -> dict[str, tuple[int, list[bytes]]]:
-        """Id of an ended request -> the blocks of which no news was sent while the request ran. The
-        method returns each block only one time."""
+        """The blocks for which no news was sent while the request ran, by the id of an ended
+        request. The method returns each block only one time."""
         found, self._ended = self._ended, {}
         return found
 
     def take_forgotten(self) -> list[ScoreKey]:
         """Return the keys of scores that workers must drop. The method returns each key only one
-        time. If scores were stored again, their key is left out."""
+        time. The method leaves out the keys of scores that were stored again."""
         found, self._forgotten = self._forgotten, []
         return [key for key in found if key not in self._known]
 
@@ -224,8 +228,8 @@ class ScoreIndex:
 
     def _use_ended(self, count: int) -> None:
         """Mark the blocks of some ended requests as used. A request fills its blocks from first to
-        last. Until this call, its last block counts as used last. `num_known` reverses this
-        order."""
+        last. Therefore the last block counts as used last until this call, in which `num_known`
+        reverses the order."""
         for _ in range(min(count, len(self._ended_chains))):
             hashes, probes, num_bytes = self._ended_chains.popleft()
             self._ended_bytes -= num_bytes

@@ -1,17 +1,18 @@
 """Vectors that front-ends have sent before the requests that use them.
 
 Owns:  SentAhead.
-Runs:  in EngineCore. `replace` runs on the main thread, the other methods also on the input thread.
-       The caller must hold a lock.
+Runs:  in EngineCore. `replace` runs on the main thread, and the other methods also run on the input
+       thread. The caller must hold a lock.
 From:  engine.frontend.ahead.   To: registry (the vectors that a ticket names by digest).
 
 Promise: a front-end's vectors stay until the same front-end sends other vectors, or until other
-front-ends need the room. If there is no room, EngineCore drops the vectors of the front-end that
-sent its vectors longest ago. (EngineCore gets no message if a front-end dies.) A front-end names a
-vector by its digest only after `replace` has returned the digest. After a front-end has sent other
-vectors, its tickets name only the new vectors. Messages of one front-end arrive in order. Therefore
-EngineCore has a ticket's vectors, except if EngineCore has dropped the vectors. In that case
-EngineCore refuses the request (UnheldError), and the front-end sends the vectors again.
+front-ends need the memory. If there is no free memory, EngineCore drops the vectors of the
+front-end that sent its vectors longest ago. (EngineCore gets no message if a front-end dies.) A
+front-end names a vector by its digest only after `replace` has returned the digest. After a
+front-end has sent other vectors, its tickets name only the new vectors. Messages of one front-end
+arrive in order. Therefore EngineCore has a ticket's vectors, except if EngineCore has dropped the
+vectors for other front-ends. If a vector was dropped, EngineCore refuses the request (UnheldError),
+and the front-end sends the vectors again.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ MOST_BYTES = 256 << 20
 
 
 class SentAhead:
-    """Vectors by digest, and the front-end that has sent each vector.
+    """The vectors by digest, and the front-ends that have sent each vector.
 
     Attributes:
-        arrays: digest -> vector. The vector is the same object until the vector is dropped.
+        arrays: the vectors, by digest. A vector stays the same object until the vector is dropped.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
-        #: Front-end -> the digests of its vectors, in the order of the calls of `replace`.
+        #: The digests of each front-end's vectors, in the order of the calls of `replace`.
         self._sent: dict[str, frozenset[bytes]] = {}
         self._has_told = False
         self.arrays: dict[bytes, Array] = {}
@@ -50,7 +51,7 @@ class SentAhead:
         that another front-end has also sent.
 
         Returns:
-            The digests of the stored vectors. The other vectors would exceed the limit.
+            The digests of the stored vectors. The remaining vectors would exceed the limit.
         """
         self._sent.pop(frontend, None)
         held = self._that_fit(arrays)
@@ -74,7 +75,7 @@ class SentAhead:
             self._has_told = True
             logger.warning(
                 "vllm-scope: EngineCore holds %d MiB of monitors' weights; %d of %d weights exceed "
-                "that, and travel with each request. Take fewer or smaller monitors.",
+                "this limit, and travel with each request. Take fewer or smaller monitors.",
                 self._most_bytes >> 20, len(arrays) - len(held), len(arrays),
             )  # fmt: skip
         return held

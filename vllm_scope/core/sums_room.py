@@ -6,9 +6,9 @@ From:  engine.core.entry, engine.core.scheduler (callers).   To: batch.sums (byt
 
 Promise: the sums in a SumsRoom fit into `moments_mib`, and all sums of one name have the same
 options. Sums can be dropped after a request has entered and before the request begins. Therefore
-the request allocates room again when it begins. If other requests have used the room or the name
-before that time, the request still runs, and the workers count its rows as missing. Room is freed
-when sums are dropped, and not when a request ends.
+EngineCore allocates room for a request again when the request begins. If other requests have used
+the room or the name before that time, the request still runs, and the workers count its rows as
+missing. The room of sums is freed when the sums are dropped, and not when a request ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OPTION = "additional_config['scope'].moments_mib"
 
 
 class SumsRoom:
-    """The sums that requests have named.
+    """The sums that requests have named, and the room that these sums use.
 
     Args:
         most_mib: additional_config['scope'].moments_mib.
@@ -37,9 +37,11 @@ class SumsRoom:
         self._sites, self._most = sites, int(most_mib * 2**20)
         self._itemsize = 4 if sites.dtype == "float32" else 2
         self._lock = threading.Lock()
-        #: Name -> (True if the sums have a covariance, True if the sums have targets).
+        #: The options of the sums with each name: (True if the sums have a covariance, True if the
+        #: sums have targets).
         self._kinds: dict[str, tuple[bool, bool]] = {}
-        #: Name -> (`Place`, label) -> bytes of these sums. `num_bytes`: the bytes of all sums.
+        #: By the name of the sums, and then by (`Place`, label), the bytes of these sums.
+        #: `num_bytes` is the number of bytes of all sums.
         self._known: dict[str, dict[tuple[Place, str], int]] = {}
         self.num_bytes = 0
 
@@ -90,7 +92,7 @@ class SumsRoom:
             )
 
     def drop(self, name: str) -> bool:
-        """Free the room of a name's sums. Returns False if the name has no sums."""
+        """Free the room of a name's sums. Returns False if there are no sums with this name."""
         with self._lock:
             self._kinds.pop(name, None)
             gone = self._known.pop(name, None)

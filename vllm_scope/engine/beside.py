@@ -1,9 +1,9 @@
-"""Keeps this package's state of vLLM's objects in a table, not in attributes of these objects.
+"""Stores this package's data about vLLM's objects in tables, not in attributes of these objects.
 
 Owns:  Beside.
 Runs:  in every process.
 
-Promise: if an object of vLLM is freed, this package's state of the object is freed too.
+Promise: if Python frees an object of vLLM, this package's data about the object is freed too.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ State = TypeVar("State")
 
 
 class Beside(Generic[State]):
-    """Maps each object to one State. If an object is freed, its State is dropped.
+    """Maps each object to one State. When Python frees an object, the table drops its State.
 
-    Objects are compared by identity, because some of vLLM's objects have no hash, and some are
-    equal to other objects. A State must not refer to its object, directly or through a traceback.
-    Otherwise Python would never free the object and the State.
+    The table compares objects by identity, because some of vLLM's objects have no hash, and some
+    are equal to other objects. A State must not refer to its object, directly or through a
+    traceback. Otherwise Python would never free the object and the State.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Beside(Generic[State]):
 
     def put(self, owner: object, state: State) -> State:
         key = id(owner)
-        # Python runs the callback before another object can get the same id.
+        # Python runs this callback before a new object can get the id of the freed object.
         gone = weakref.ref(owner, lambda _: self._states.pop(key, None))
         self._states[key] = gone, state
         return state

@@ -1,12 +1,12 @@
-"""Gives a Controller access to the server-wide edits of an engine.
+"""Lets a Controller read and change the server-wide edits of an engine.
 
 Owns:  `edits_of`, `flush`, and `configured` (the controller of a server).
 Runs:  in the front-end.
-From:  controller.   To: the remote calls of engine.core.entry; monitors (observations).
+From:  controller.   To: engine.core.entry (remote calls), monitors (observations).
 
-Only the caller's thread can use an LLM's socket to EngineCore. If another thread changes the edits,
-the change waits until the caller's thread adds the next request. The change applies from this next
-request on.
+Only the caller's thread can use an LLM's socket to EngineCore. If another thread changes the
+server-wide edits, the change waits until the caller's thread adds the next request. The change then
+applies to this request and to all later requests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from vllm_scope.sinks.options import installed
 
 logger = logging.getLogger("vllm.vllm_scope")
 TIMEOUT_S = 60.0
-#: Group of entry points. An entry point is a function without arguments that returns a Controller.
+#: The group of the entry points of controllers. Each entry point names a function without arguments
+#: that returns a Controller.
 GROUP = "vllm_scope.controller"
 
 
@@ -67,7 +68,8 @@ class _OfLlm(_Listening):
             waiting.clear()
             _set(self._engine, text)
             return
-        # This check raises its error in the controller's callback. EngineCore checks again later.
+        # If the edits are not valid, this check raises an error in the controller's callback.
+        # EngineCore checks the edits again later.
         connection = connections.of(self._engine.output_processor)
         if connection is not None and text is not None:
             connection.resolve(Spec.from_json(text))
@@ -75,7 +77,8 @@ class _OfLlm(_Listening):
 
 
 class _OfAsync(_Listening):
-    """The server-wide edits of an AsyncLLM, for all threads except the event loop's thread."""
+    """The server-wide edits of an AsyncLLM, for use on any thread except the event loop's
+    thread."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine.vllm_config)
@@ -90,7 +93,8 @@ class _OfAsync(_Listening):
 
     @property
     def on_its_loop(self) -> bool:
-        """True on the thread of the engine's event loop. The loop must not wait for itself."""
+        """True on the thread of the engine's event loop. On this thread, a wait for the event loop
+        would never end."""
         with suppress(RuntimeError):
             return asyncio.get_running_loop() is self._loop
         return False
@@ -100,17 +104,19 @@ class _OfAsync(_Listening):
         return asyncio.run_coroutine_threadsafe(call, self._loop).result(TIMEOUT_S)[0]
 
 
-#: LLMEngine -> the newest edits that wait for the caller's thread, or an empty deque. The edits are
-#: a spec as JSON. None removes all edits.
+#: Maps an LLMEngine to a deque with the newest edits that wait for the caller's thread, if any. The
+#: edits are the JSON text of a spec. The value None removes all edits.
 _waiting: Beside[deque[str | None]] = Beside()
 
 
 def configured(vllm_config: VllmConfig) -> Controller | None:
-    """The controller that a server's configuration names. An entry point makes the controller.
+    """Make the controller that a server's configuration names. The function of an entry point makes
+    it.
 
     Raises:
-        ConfigError: the entry point is missing or makes no Controller. Or there are several API
-            servers, and each API server would see only some of the requests.
+        ConfigError: the entry point is missing, or its function does not return a Controller. The
+            error is also raised if there are several API servers, because each API server would see
+            only some of the requests.
     """
     config = config_of(vllm_config)
     if config is None or config.controller is None:
@@ -149,8 +155,8 @@ def _set(engine: LLMEngine, text: str | None) -> None:
 
 
 def flush(engine: LLMEngine) -> None:
-    """Set the edits that wait for the caller's thread. If EngineCore refuses the edits, a line in
-    the log says so. No request fails."""
+    """Set the edits that wait for the caller's thread. If EngineCore refuses the edits, this
+    function logs a warning, and no request fails."""
     waiting = _waiting.of(engine)
     if not waiting:
         return

@@ -1,8 +1,9 @@
-"""Finds what can be read of a model: vLLM's worker builds the model, then each site is tapped.
+"""Finds which sites of a model can be read: vLLM's worker builds the model, then installs taps.
 
 Owns:  `describe_model`, ModelReport, SiteReport.
-Runs:  in `vllm-scope doctor`, in one process. The modules have no weights (torch's meta device).
-       No memory for weights and no KV cache is allocated. No model is compiled or run.
+Runs:  in `vllm-scope doctor`, in one process. The model's modules are built without weights, on
+       torch's meta device. No memory for weights and no KV cache is allocated. No model is compiled
+       or run.
 
 Promise: a layer is reported as readable only if `_tap` has installed the site's taps on the layer.
 """
@@ -32,17 +33,18 @@ from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.layout import SLOT_BYTES, Widths
 from vllm_scope.request.sites import MODEL_SITES, SITES, Sites
 
-#: The name of the loader `NoWeights` in vLLM.
+#: The name under which vLLM knows the loader `NoWeights`.
 LOAD_FORMAT = "scope_no_weights"
 #: The default share of the device's memory that must be free. A worker without weights and without
-#: KV cache needs less.
+#: a KV cache needs less memory than this share.
 LEAST_MEMORY = 0.01
 
 
 @dataclass(frozen=True)
 class SiteReport:
     """The layers at which a site can be tapped, or (0,) for a site in MODEL_SITES. `reason` says
-    why another layer cannot be tapped; None if all layers can be tapped."""
+    why the first layer that is not in `layers` cannot be tapped; None if all layers can be
+    tapped."""
 
     layers: tuple[int, ...]
     reason: str | None
@@ -53,17 +55,17 @@ class ModelReport:
     """The findings of `describe_model`.
 
     Attributes:
-        vllm_version, runner: vLLM's version; its model runner ("V1", "V2", or "-" if `sites` is
-            empty).
-        num_layers, hidden_size, dtype: of the model.
+        vllm_version: the version of vLLM.
+        runner: the version of vLLM's model runner, "V1" or "V2"; "-" if `sites` is empty.
+        num_layers, hidden_size, dtype: the properties of the model with these names.
         reason: why an engine with the configured sites cannot read this model, or None.
-        sites: site -> its report, for every site of vllm-scope. Empty if taps do not support the
+        sites: maps every site of vllm-scope to the site's report. Empty if taps do not support the
             model's layers or this engine.
         configured: the configured sites.
         num_taps, arena_mib: the number of taps and the size of the arena in an engine with the
             configured sites; 0 if there is a `reason`.
         unread: True if the parser does not understand the model's source. An engine that compiles
-            such a model checks the numbers of a forward instead.
+            such a model finds the stream from the numbers of a forward instead.
     """
 
     vllm_version: str
@@ -85,38 +87,39 @@ def describe_model(
     """Build a model without weights, tap each of its sites, and report what can be read.
 
     Args:
-        model: name or folder, as for vLLM.
-        options: more arguments of vLLM's EngineArgs.
+        model: the model's name or folder, as vLLM takes it.
+        options: arguments of vLLM's EngineArgs other than the model.
         sites: the sites to configure; None for the engine's default sites.
 
     Raises:
-        ConfigError: the sites are wrong.
-        CompatError: this vLLM is unknown, or lacks a symbol that a wrapper needs.
+        ConfigError: the sites are not valid.
+        CompatError: vllm-scope does not support this version of vLLM, or a symbol that a wrapper
+            needs is missing.
         Exception: the error of vLLM if vLLM cannot build the model, or if the device lacks the
             memory that `gpu_memory_utilization` requests.
     """
     scope = {} if sites is None else {"sites": list(sites)}
-    config = ScopeConfig.parse(scope)  # before the import of vLLM, which takes seconds
+    config = ScopeConfig.parse(scope)  # checked before the import of vLLM, which takes seconds
     plugin.register()
     _register_loader()
     vllm_config = _config_of(model, options)
     alone = vllm_config
     if vllm_config.parallel_config.world_size > 1:
-        # Each rank has the whole stream. Therefore one rank is built, on one device.
+        # Every rank has the whole stream. Therefore it is enough to build one rank, on one device.
         alone = _config_of(model, options | {"tensor_parallel_size": 1})
     with _worker(alone) as worker:
         return _report(worker, vllm_config, config)
 
 
 def _config_of(model: str, options: dict[str, object]) -> VllmConfig:
-    """vLLM's configuration without this package's part. A worker then adds no taps."""
+    """vLLM's configuration without this package's part, so that a worker adds no taps."""
     from vllm.engine.arg_utils import EngineArgs
 
     arguments: dict[str, object] = {
         "load_format": LOAD_FORMAT,
         "skip_tokenizer_init": True,
-        # Only the decoder of a multimodal model is tapped. The model's processor would need a
-        # tokenizer and more files than the configuration.
+        # Only the decoder of a multimodal model can have taps. The model's processor, which is not
+        # built, would need a tokenizer and more files than the configuration.
         "language_model_only": True,
         "gpu_memory_utilization": LEAST_MEMORY,
     }
@@ -132,7 +135,7 @@ def _config_of(model: str, options: dict[str, object]) -> VllmConfig:
 
 def _say_import(error: ValueError) -> None:
     """Raises ConfigError with the cause if vLLM has code for the architecture but cannot import the
-    code. vLLM's own error refers only to the log."""
+    code. vLLM's own error does not contain the cause."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     for name in re.findall(r"'(\w+)'", reason_of(error)):
@@ -170,11 +173,12 @@ def _register_loader() -> None:
 
     if hasattr(registry, "_run_in_subprocess"):
         # vLLM inspects a model's class in another process, to keep CUDA out of this process. Here
-        # the inspection runs in this process, which halves the total time.
+        # the inspection runs in this process, which halves the total time. This is safe, because no
+        # process is forked later.
         registry._run_in_subprocess = lambda ask: ask()
 
     class NoWeights(BaseModelLoader):
-        """Makes the model's modules, with parameters that have shapes and no values."""
+        """Makes the model's modules with parameters that have shapes, but no values."""
 
         def download_model(self, model_config: ModelConfig) -> None:
             pass
@@ -191,8 +195,8 @@ def _register_loader() -> None:
                     with torch.device("meta"):
                         model: nn.Module = initialize_model(**named)
                 except (NotImplementedError, RuntimeError):
-                    # Some constructors compute with values. On the CPU, a parameter takes no
-                    # memory until a value is written.
+                    # The constructors of some models compute with the values of parameters. On the
+                    # CPU, a parameter takes no memory until code writes its values.
                     vllm_config.compilation_config.static_forward_context.clear()
                     with torch.device("cpu"):
                         model = initialize_model(**named)
@@ -226,7 +230,7 @@ def _report(worker: Worker, vllm_config: VllmConfig, config: ScopeConfig) -> Mod
 
 
 def _site_report(anatomy: Anatomy, vllm_config: VllmConfig, site: str) -> SiteReport:
-    """The report of a site. Taps all layers together. If an error occurs, taps each layer alone."""
+    """The report of a site. If not all layers can be tapped together, each layer is tried alone."""
     layers = (0,) if site in MODEL_SITES else tuple(range(anatomy.num_layers))
     refused = _refusal(anatomy, vllm_config, site, layers)
     if refused is None:
@@ -251,7 +255,7 @@ def _tap(anatomy: Anatomy, vllm_config: VllmConfig, config: ScopeConfig) -> int:
     """Install the taps of a configuration, remove the taps, and return their number.
 
     Raises:
-        CompatError, ConfigError: as an engine with this configuration would raise.
+        CompatError, ConfigError: the errors that an engine with this configuration would raise.
     """
     sites = sites_of(vllm_config, config)
     anatomy = with_parts(anatomy, sites, 1)
@@ -268,7 +272,7 @@ def _tap(anatomy: Anatomy, vllm_config: VllmConfig, config: ScopeConfig) -> int:
 
 @contextmanager
 def _classes_kept(anatomy: Anatomy) -> Iterator[None]:
-    """On exit, give each module its own class. A tap replaces a module's class by a subclass."""
+    """On exit, give each module its original class, which a tap replaces by a subclass."""
     modules = [module for layer in anatomy.layers.values() for module in layer.modules()]
     modules += [] if anatomy.norm_here is None else [anatomy.norm_here]
     classes = [type(module) for module in modules]

@@ -1,12 +1,12 @@
-"""Compares the symbols of the installed vLLM with the releases that were read.
+"""Compares the symbols of the installed vLLM with releases that the authors have read.
 
-Owns:  digests.json (symbol -> release -> digest of its source), and `compare`.
+Owns:  digests.json (the digests of each symbol's source, by release of vLLM), and `compare`.
 Runs:  in `vllm-scope doctor`; as a script, which adds a release to digests.json:
        python -m vllm_scope.engine.digests 0.32.0=.venv/lib/python3.11/site-packages/vllm
-From:  seams.CONTRACT. Sources are parsed. No module of vLLM is imported.
+From:  seams.CONTRACT. The source files of vLLM are parsed, and no module of vLLM is imported.
 
-"Read" means that this package's authors checked the release's source. digests.json has the digests
-of all releases that were read.
+A release counts as read if the authors of this package have checked its source. digests.json has
+the digests of all releases that the authors have read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Change:
     """A symbol of the installed vLLM that differs from the same symbol of the compared release.
 
     Attributes:
-        symbol: such as "vllm.v1.core.block_pool.BlockPool.get_new_blocks".
+        symbol: the full name, such as "vllm.v1.core.block_pool.BlockPool.get_new_blocks".
         wrapped: True if vllm-scope replaces the symbol.
         exists: False if the installed vLLM lacks the symbol.
     """
@@ -48,9 +48,9 @@ class Comparison:
 
     Attributes:
         version: the version of the installed vLLM.
-        release: the compared release in digests.json: `version` itself, or the last release before
-            `version`.
-        is_new: True if digests.json lacks the installed version.
+        release: the release in digests.json that is compared with the installed vLLM. The release
+            is `version` itself, or the last release before `version`.
+        is_new: True if digests.json does not contain the installed version.
     """
 
     version: str
@@ -60,7 +60,7 @@ class Comparison:
 
 
 def compare(root: Path, version: str) -> Comparison:
-    """Compare the symbols of CONTRACT with digests.json.
+    """Compare the symbols of CONTRACT in the installed vLLM with digests.json.
 
     Args:
         root: vLLM's package folder.
@@ -71,7 +71,7 @@ def compare(root: Path, version: str) -> Comparison:
     known = json.loads(FILE.read_text())
     releases = sorted({r for digests in known.values() for r in digests}, key=Version)
     release, is_new = releases[-1], True
-    with suppress(InvalidVersion):  # the version of a private build can be "dev"
+    with suppress(InvalidVersion):  # the version of a private build can be "dev", for example
         installed = Version(version)
         is_new = installed.public not in releases
         release = [releases[0], *(r for r in releases if Version(r) <= installed)][-1]
@@ -85,10 +85,11 @@ def compare(root: Path, version: str) -> Comparison:
 
 
 def digest(root: Path, seam: Seam) -> str | None:
-    """A hash of the source that vllm-scope relies on: 16 hex digits. None if there is no symbol.
+    """A hash of a symbol's source, as 16 hex digits. None if this vLLM does not have the symbol.
 
-    The hash of a function covers its source. The hash of a class covers its first line and the
-    definitions of the attributes in `reads`. Both hashes cover the names that `missing` returns.
+    The hash of a function is computed from the function's source. The hash of a class is computed
+    from the first line of the class and the definitions of the attributes in `reads`. The names
+    that `missing` returns also change the hash.
     """
     node, text = _symbol(root, seam)
     if node is None:
@@ -104,8 +105,8 @@ def digest(root: Path, seam: Seam) -> str | None:
 
 
 def missing(root: Path, seam: Seam) -> list[str]:
-    """The names in a seam's `reads` that its module does not have, and the names in its
-    `parameters` that its function does not have."""
+    """The names in a seam's `reads` that the symbol's module does not contain, and the names in the
+    seam's `parameters` that the function does not have."""
     node, text = _symbol(root, seam)
     arguments = None if node is None or isinstance(node, ast.ClassDef) else node.args
     taken = set() if arguments is None else {each.arg for each in _parameters(arguments)}
@@ -117,7 +118,7 @@ Symbol = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _symbol(root: Path, seam: Seam) -> tuple[Symbol | None, str]:
-    """The definition of a seam's symbol (None if there is none), and the text of its module."""
+    """The definition of a seam's symbol (None if it is missing), and the text of its module."""
     below = root.joinpath(*seam.module.split(".")[1:])
     files = [path for path in (below.with_suffix(".py"), below / "__init__.py") if path.is_file()]
     if not files:
@@ -139,7 +140,7 @@ def _parsed(path: Path) -> tuple[str, list[ast.stmt]]:
 
 
 def _find(body: Iterable[ast.stmt], name: str) -> Symbol | None:
-    """The last definition of a name. Earlier definitions can be overloads."""
+    """The last definition of a name. Earlier definitions can be overloads for type checkers."""
     found = None
     for node in body:
         if isinstance(node, Symbol) and node.name == name:
@@ -154,7 +155,7 @@ def _parameters(arguments: ast.arguments) -> list[ast.arg]:
 
 
 def _defined(statement: ast.stmt) -> set[str]:
-    """The attributes that a statement of a class's body defines."""
+    """The names of the attributes that one statement in the body of a class defines."""
     if isinstance(statement, Symbol):
         return {statement.name}
     targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
@@ -172,7 +173,7 @@ def _key(seam: Seam) -> str:
 
 
 def main(releases: dict[str, Path]) -> None:
-    """Add releases to digests.json. `releases` maps a version to vLLM's package folder."""
+    """Add releases to digests.json. `releases` maps each version of vLLM to its package folder."""
     known = json.loads(FILE.read_text()) if FILE.exists() else {}
     digests = {_key(seam): dict(known.get(_key(seam), {})) for seam in CONTRACT}
     for seam in CONTRACT:

@@ -1,7 +1,8 @@
 """Makes this package's environment variables known to vLLM.
 
-vLLM warns of each unknown variable VLLM_*. With `--fail-on-environ-validation`, vLLM does not start
-if there is an unknown variable. A misspelt name of our variables stays unknown to vLLM.
+vLLM warns about each environment variable VLLM_* that vLLM does not know. With the option
+`--fail-on-environ-validation`, vLLM does not start if an unknown variable is set. If a user
+misspells the name of one of our variables, vLLM still warns about the misspelt name.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def _validate(original: Callable[[bool], object], hard_fail: bool) -> None:
     from vllm.envs import environment_variables as known
 
     ours = [name for name in VARIABLES if name not in known]
-    # Our names are removed after the check: the key of vLLM's compile cache depends on `known`.
+    # Our names are removed later, because the key of vLLM's compile cache depends on `known`.
     known.update(dict.fromkeys(ours, lambda: None))
     try:
         original(hard_fail)

@@ -1,13 +1,13 @@
-"""Python functions that requests run between layers, in one process and without compilation.
+"""Runs Python functions of requests between layers, if the engine is one process and not compiled.
 
-Owns:  a request's functions, under a token that stays in this process; the check whether an
-       engine can run functions; the calls of functions in a step.
+Owns:  the functions of each request, under a token that is valid only in this process; the check
+       whether an engine can run functions; the code that calls the functions in a step.
 Runs:  in the front-end and the worker, which must be one process.
 From:  frontend.translators.   To: graph.anatomy.hooked.
 
-Promise: a function sees only the rows of its own request. If a call raises, the completion gets no
-more calls and its result fails. Other requests continue. If a request has functions, no other
-request uses its KV.
+Promise: a function sees only the rows of its own request. If a function raises an error, no
+function is called for the completion any more, and the completion's result is an error. Other
+requests continue. If a request has functions, no other request uses its KV.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ FUNCTIONS = "scope_functions"
 
 
 class Functions(Protocol):
-    """The functions of one request, for all its completions.
+    """The functions of one request, for all completions of the request.
 
     Attributes:
-        places: (layer, True): a function runs before the layer. (layer, False): after the layer.
+        places: a function runs at each of these places. (layer, True) is before the layer, and
+            (layer, False) is after the layer.
     """
 
     @property
@@ -46,7 +47,8 @@ class Functions(Protocol):
     def call(
         self, child: int, place: tuple[int, bool], rows: Tensor, first: int, model: nn.Module
     ) -> Tensor | None:
-        """Read rows of the stream. Return new rows of the same shape, or None to keep the rows.
+        """Call the functions at a place with rows of the stream. Returns new rows of the same
+        shape, or None to leave the rows unchanged.
 
         Args:
             child: index of the completion.
@@ -55,15 +57,17 @@ class Functions(Protocol):
         """
 
     def fail(self, child: int, error: str) -> None:
-        """Record that a call raised `error`. This completion gets no more calls."""
+        """Record that a function failed. No function is called for this completion any more."""
 
 
-#: Token -> functions. The references are weak: the request's decorators keep the functions alive.
+#: Maps each token to its functions. The references are weak, because the request's decorators
+#: already keep the functions alive.
 _kept: WeakValueDictionary[str, Functions] = WeakValueDictionary()
 
 
 def keep(functions: Functions) -> str:
-    """A token for the functions. The token is valid as long as the caller holds the functions."""
+    """Returns a token for the functions. The token is valid as long as the caller has a reference
+    to the functions."""
     token = uuid.uuid4().hex
     _kept[token] = functions
     return token
@@ -110,8 +114,8 @@ def check_engine(engine: Engine) -> None:
 
 
 def salt(request: EngineCoreRequest, child: int) -> None:
-    """Give a request with functions a salt of its own. The keys of KV blocks depend on the salt.
-    Therefore no other request uses this request's KV."""
+    """Give a request with functions its own cache salt. The hashes of KV blocks depend on this
+    salt. Therefore no other request uses this request's KV."""
     if _find(request.sampling_params) is not None:
         token = request.sampling_params.extra_args[FUNCTIONS]
         request.cache_salt = f"{request.cache_salt or ''}|{token}.{child}"
@@ -125,7 +129,7 @@ class StepFunctions:
         self._installed = False
         self._requests: dict[str, tuple[Functions, int]] = {}
         self._errors: dict[str, str] = {}
-        #: (request, its rows, the position of its first row)
+        #: For each request: its id, its rows in the step, and the position of its first row.
         self._step: list[tuple[str, slice, int]] = []
 
     def __bool__(self) -> bool:
@@ -145,7 +149,7 @@ class StepFunctions:
         self._requests[req_id] = (functions, child)
 
     def finish_request(self, req_id: str) -> str | None:
-        """Forget a request. Returns the error of its functions, or None if no call failed."""
+        """Remove a request. Returns the error of its functions, or None if no function failed."""
         self._requests.pop(req_id, None)
         return self._errors.pop(req_id, None)
 
@@ -189,6 +193,7 @@ def _write(stream: Tensor, hidden: Tensor, residual: Tensor | None) -> None:
         if residual is None:
             hidden.copy_(stream)
         else:
-            # The next layer adds `hidden` (now 0) to `residual`: the new row is rounded only once.
+            # The next layer adds `hidden` to `residual`. Because `hidden` is now 0, the new row is
+            # rounded only once.
             residual.copy_(stream)
             hidden.zero_()

@@ -12,15 +12,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: The defaults of Python 3.11 are 700, 10 and 10. A running cell of a sweep has some hundred
-#: objects in EngineCore. The first threshold is about the number of objects of all running cells.
-#: Therefore most objects are freed before a collection visits them.
+#: The default thresholds of Python 3.11 are 700, 10 and 10. A running cell of a sweep has several
+#: hundred objects in EngineCore. The first threshold is about the number of objects of all running
+#: cells. Therefore most objects are freed before a collection visits them.
 _THRESHOLDS = (200_000, 20, 50)
 
 
 class _Seldom:
     """Makes garbage collections rarer from the first `begin` to the last `end`. If other code sets
-    thresholds between `begin` and `end`, `end` keeps these thresholds."""
+    the thresholds of the garbage collector in between, `end` does not change these thresholds."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,7 +31,7 @@ class _Seldom:
         with self._lock:
             if not self._num:
                 self._before = gc.get_threshold()
-                if self._before[0]:  # 0 if other code has disabled collections
+                if self._before[0]:  # 0 if other code has disabled garbage collections
                     gc.set_threshold(*map(max, self._before, _THRESHOLDS))
                 self._set = gc.get_threshold()
             self._num += 1
@@ -43,18 +43,18 @@ class _Seldom:
                 gc.set_threshold(*self._before)
 
 
-#: The only instance in this process.
+#: The only _Seldom object in this process.
 seldom = _Seldom()
 
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """In the `with` block, garbage collections are rarer and ignore all older objects.
+    """In the `with` block, garbage collections are rarer, and ignore all older objects.
 
-    Each request makes hundreds of objects, and these objects start collections. Collections of the
-    old objects too would take a tenth of this process's time (with EngineCore in another process).
-    Old garbage is freed only after the `with` block. A collection of the old garbage at the start
-    would stop the engine for 0.3 s.
+    Each request makes hundreds of objects, which cause garbage collections. If these collections
+    also visited the old objects, they would take a tenth of this process's time (measured with
+    EngineCore in another process). Old garbage is freed only after the `with` block. There is no
+    full collection at the start, because it would stop the engine for 0.3 s.
     """
     # The heap can already be frozen, by the caller or by an EngineCore in this process.
     freezes = not gc.get_freeze_count()

@@ -1,12 +1,12 @@
-"""Counts what monitors found in a request, and sends it to webhooks and the controller.
+"""Counts the findings of monitors in requests, and sends them to webhooks and the controller.
 
 Owns:  Judge, and `tallied`.
-Runs:  in the front-end. `Judge.told` runs when a completion ends. The backlog's thread counts.
+Runs:  in the front-end. `Judge.told` runs with each snapshot. The backlog's thread counts.
 From:  monitors.   To: control.backlog, control.activity, sinks.metrics, webhook, controller,
        server.peers.
 
-Promise: an answer does not wait for the counts of its completions. `tallied` returns the counts of
-all ended completions of this process.
+Promise: an answer does not wait for the counts of its completions. `tallied` returns counts that
+contain all ended completions of this process.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from vllm_scope.engine.monitors import Monitor
     from vllm_scope.server.peers import Peers
 
-#: The only instance in this process.
+#: The only Backlog in this process.
 backlog = Backlog()
 
 
 def tallied(monitors: Sequence[Monitor]) -> dict[str, Found]:
-    """Name of a monitor -> the monitor's findings in this process."""
+    """The findings of monitors in this process, by the name of the monitor."""
     backlog.work_off()
     none = dict.fromkeys(OUTCOMES, 0)
     found = {}
@@ -56,15 +56,15 @@ class Judge:
         peers: Peers | None,
     ) -> None:  # fmt: skip
         self._monitors, self._tell, self._peers = monitors, tell, peers
-        #: The indices of the completions that the backlog has.
+        #: The indices of the completions that were added to the backlog.
         self._counted: set[int] = set()
 
     def told(self, output: RequestOutput, completion: CompletionOutput) -> None:
-        """Give an ended completion to the backlog. The front-end calls this method with each
-        snapshot of the completion's rows.
+        """If a completion has ended, add the completion to the backlog. The front-end calls this
+        method with each snapshot of the completion's rows.
 
-        Scores are read only after the completion has ended. Otherwise a step's cost would grow with
-        the number of generated tokens.
+        Scores are read only after the completion has ended. If the scores were read in each step, a
+        step would take longer the more tokens are generated.
         """
         reason = completion.finish_reason
         if reason is None or completion.index in self._counted:
@@ -81,11 +81,11 @@ class Judge:
         for monitor in self._monitors:
             name, called = monitor.name, monitor.probe.name
             if monitor.probe.after is not None and called not in result.begun:
-                continue  # a later stage counts only requests in which it began
+                continue  # a later stage counts only the requests in which it began
             found = result.scores if monitor.probe.aggregate is None else result.aggregates
             values, verdict = found[called].numpy(), verdicts.get(called)
             largest = float(values.max()) if len(values) else None
-            # The scores of an aborted request's last tokens can be missing.
+            # The last tokens of an aborted request can lack scores, which are not counted as lost.
             num_lost = 0 if aborted else result.num_lost(called)
             count_verdict(name, largest, verdict is not None, num_lost)
             monitor.tally.add(

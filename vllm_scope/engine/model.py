@@ -1,6 +1,6 @@
 """Finds a model's decoder layers, and checks whether taps support the model in this engine.
 
-Owns:  the sites, layers and taps that follow from vLLM's configuration and module classes.
+Owns:  the code that finds sites, layers and taps from vLLM's configuration and module classes.
 Runs:  in every worker after load. EngineCore runs the parts that need only the configuration.
 """
 
@@ -25,13 +25,15 @@ from vllm_scope.request.sites import MLP_SITE, ROUTER_SITE, Place, Sites
 from vllm_scope.request.spec import Spec
 from vllm_scope.sinks.router import GLOBAL
 
-#: vLLM's KV connectors that find KV by block hashes. The block hashes include our keys of edits.
+#: vLLM's KV connectors that find KV by block hashes. These connectors do not mix edited KV with
+#: other KV, because the block hashes include our keys of edits.
 #: vllm 0.32, kv_connector/v1/offloading/scheduler.py; v1/simple_kv_offload/manager.py
 CONNECTORS_BY_HASH = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 
 
-#: (attribute of VllmConfig, its value if the feature is off, name of the feature). Some versions
-#: of vLLM lack some of these attributes.
+#: The features with which rows would be wrong: the attribute of VllmConfig, its value if the
+#: feature is off, and the feature's name. Some versions of vLLM do not have all of these
+#: attributes.
 _UNFIT: tuple[tuple[str, object, str], ...] = (
     ("parallel_config.use_ubatching", False,
      "dual batch overlap (each half reads the plan from row 0)"),
@@ -63,14 +65,14 @@ def hidden_size_of(vllm_config: VllmConfig) -> int:
 
 
 def sites_of(vllm_config: VllmConfig, config: ScopeConfig) -> Sites:
-    """The sites and layers that the configuration names, and that this engine therefore taps.
+    """The sites and layers that have taps in this engine, because the configuration names them.
 
     Raises:
-        ConfigError: the model lacks a configured layer, or this engine cannot tap a site.
+        ConfigError: the model does not have a configured layer, or this engine cannot tap a site.
     """
     num_layers = num_layers_of(vllm_config)
     boundaries = set(config.boundaries(num_layers))
-    # A tap after the last layer checks that the rows of edited requests are finite.
+    # The tap after the last layer checks that the rows of edited requests are finite.
     last = Place("resid_post", num_layers - 1).boundary
     guard = last if boundaries and last not in boundaries else None
     return Sites(
@@ -102,7 +104,7 @@ def global_reads(config: ScopeConfig, sites: Sites) -> Resolved:
 
 
 def check_engine(vllm_config: VllmConfig) -> None:
-    """Raises CompatError if a feature of this engine would make rows wrong."""
+    """Raises CompatError if this engine uses a feature of vLLM with which rows would be wrong."""
     for path, off, reason in _UNFIT:
         found: object = vllm_config
         for name in path.split("."):
@@ -114,7 +116,7 @@ def check_engine(vllm_config: VllmConfig) -> None:
 
 
 def foreign_connector(vllm_config: VllmConfig) -> str | None:
-    """The KV connector that can mix edited KV with plain KV of the same tokens, or None."""
+    """The KV connector that can mix edited KV with unedited KV of the same tokens, or None."""
     transfer: Any = vllm_config.kv_transfer_config
     name = None if transfer is None else transfer.kv_connector
     if name is None or (name in CONNECTORS_BY_HASH and transfer.kv_connector_module_path is None):
@@ -138,21 +140,24 @@ def anatomy_of(model: nn.Module, vllm_config: VllmConfig) -> Anatomy:
 def supposed_anatomies_of(
     model: nn.Module, vllm_config: VllmConfig, unread: str
 ) -> tuple[Anatomy, ...]:
-    """One anatomy for each convention, for a model whose source the parser does not understand. The
-    numbers of one forward must prove exactly one of these anatomies.
+    """One possible anatomy for each convention, for a model whose source the parser does not
+    understand. The numbers that one forward computes must then prove exactly one of these
+    anatomies.
 
     Args:
         unread: the reason why the parser does not understand the source.
 
     Raises:
-        CompatError: as `anatomy_of`, or if a later forward can take another branch of the code.
+        CompatError: taps do not support this engine or this model, or a later forward can take
+            another branch of the code.
     """
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
     from vllm.config import CompilationMode
 
     found = supposed_anatomies(model, num_layers_of(vllm_config), _is_missing, _has_cache, unread)
     _check_layers(found[0], vllm_config)
-    # All forwards use one graph: vLLM drops the guards that would let torch.compile trace again.
+    # In these modes, all forwards use one graph, because vLLM drops the guards with which
+    # torch.compile would trace again.
     # vllm 0.32, compilation/wrapper.py, TorchCompileWithNoGuardsWrapper
     once = (CompilationMode.VLLM_COMPILE, CompilationMode.DYNAMO_TRACE_ONCE)
     names = found[0].path.split(".")

@@ -1,11 +1,11 @@
-"""Reads and drops the sums of Moments, for the user of an engine.
+"""Reads and drops the sums of Moments in an engine.
 
-Owns:  `moments_of`, `drop_moments_of`, for an LLM and for an AsyncLLM.
+Owns:  `moments_of`, `drop_moments_of`, and the same functions for an AsyncLLM.
 Runs:  in the front-end.
-From:  the package's public functions, http.calls.   To: the remote calls of engine.worker.sums.
+From:  the package's public functions, http.calls.   To: engine.worker.sums (remote calls).
 
-Each data-parallel replica has the sums of its requests. Each pipeline stage has the sums of its
-layers. This file adds the replicas' sums of one place and label, in float64.
+Each data-parallel replica has the sums of its own requests. Each pipeline stage has the sums of its
+own layers. This module adds the sums of all replicas for each place and label, in float64.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from vllm_scope.request.actions.base import checked_name
 #: (site, layer, label)
 Key = tuple[str, int, str]
 Found = dict[Key, Sums]
-#: A remote call: (its name, its arguments).
+#: A remote call, as its name and its arguments.
 _Call = tuple[str, tuple[object, ...]]
-#: A generator of remote calls. The caller sends the answers, by replica and worker.
+#: A generator that yields remote calls. The caller makes each call, and sends the workers' answers
+#: to the generator, by replica and worker.
 _Asking = Generator[_Call, list[list[Any]], Any]
 
 
@@ -97,19 +98,19 @@ async def _run_async(engine: AsyncLLM, asking: _Asking) -> Any:
 
 
 def moments_of(engine: LLMEngine, name: str) -> Found:
-    """The sums of a name, by place and label. A row of a running request is added after the
-    request's next token is accepted.
+    """The sums that requests have named `name`, by place and label. A row of a running request is
+    added to the sums after the request's next token is accepted.
 
     Raises:
-        SpecError: the name has no sums. The message lists the names that have sums.
+        SpecError: there are no sums with this name. The message lists names that have sums.
     """
     found: Found = _run(engine, _every(name))
     return found
 
 
 def drop_moments_of(engine: LLMEngine, name: str) -> bool:
-    """Forget the sums of a name, and free their memory. Running requests add no more rows to the
-    sums. Returns False if the name had no sums."""
+    """Drop the sums of a name, and free their memory. Requests that still run add no more rows to
+    these sums. Returns False if the name had no sums."""
     return bool(_run(engine, _dropped(name)))
 
 
@@ -123,12 +124,14 @@ async def drop_moments_of_async(engine: AsyncLLM, name: str) -> bool:
 
 
 async def keys_of_async(engine: AsyncLLM, name: str) -> list[Key]:
-    """(site, layer, label) of all sums of a name."""
+    """The keys of all sums of a name. Each key has the site, the layer and the label of one of the
+    sums."""
     found: list[Key] = await _run_async(engine, _keys(name))
     return found
 
 
 async def one_of_async(engine: AsyncLLM, name: str, key: Key) -> Sums:
-    """The sums of one place and one label. Raises SpecError if there are no such sums."""
+    """The sums of a name at one place and with one label. Raises SpecError if there are no such
+    sums."""
     found: Sums = await _run_async(engine, _one(name, key))
     return found

@@ -1,15 +1,17 @@
 """Monitors: an operator's probes on every request.
 
-Owns:  Monitor, `monitors_of`, `set_monitors`, `share` (with other API servers), `activity_of`,
-       `listen`; the translator that adds monitors to requests.
-Runs:  in the front-end, for each request; in workers at load, which check configured monitors.
+Owns:  Monitor, `monitors_of`, `set_monitors`, `share` (shares monitors with other API servers),
+       `activity_of`, `listen`, and the translator that adds monitors to requests.
+Runs:  in the front-end, for each request; in workers at load, to check configured monitors.
 From:  config (`monitors`), server.shared, server.peers.   To: frontend.translators, judge,
        controller.
 
-A monitor is a probe with a threshold. In a request, the name of this probe is `monitor/NAME`.
+A monitor is a probe with a threshold. In a request, the probe of the monitor NAME has the name
+`monitor/NAME`.
 
-Promise: a monitor harms no request. If the model does not support a configured monitor, the engine
-does not start. If the model does not support a later monitor, the later monitor is refused.
+Promise: a monitor causes no error in a request. If the model does not support a configured monitor,
+the engine does not start. If the model does not support a monitor that an operator sets later, the
+monitor is refused.
 """
 
 from __future__ import annotations
@@ -56,21 +58,21 @@ from vllm_scope.server.peers import Peers
 from vllm_scope.server.shared import Shared
 from vllm_scope.vectors.probe_weights import from_safetensors
 
-#: The actions of a monitor whose value is above the threshold.
+#: The possible actions of a monitor when its value is above the threshold.
 ACTIONS = ("flag", "stop", "escalate")
 MOST_MONITORS = 64
-#: The place where `file` and `url` are allowed, as a part of error texts.
+#: The part of error texts that says where `file` and `url` are allowed.
 AT_START = "in additional_config={'scope': {'monitors': ...}}, at the engine's start"
 
 
 @dataclass(frozen=True)
 class Monitor:
-    """One of an operator's probes.
+    """A probe that an operator adds to every request.
 
     Attributes:
         probe: a probe whose name begins with MONITOR, and whose action is "flag" or "stop".
-        tally: the monitor's findings since the monitor was set.
-        webhook: the address that gets each verdict; None if there is no address.
+        tally: the counts of the monitor's findings since the monitor was set.
+        webhook: sends each verdict to the operator's address; None if the monitor has no address.
     """
 
     name: str
@@ -85,17 +87,17 @@ class Monitor:
 
 
 def parse(name: str, body: object) -> Monitor:
-    """Make a monitor from its JSON.
+    """Make a monitor from a parsed JSON object.
 
     Args:
         body: the fields of a probe (`weight`, `layers`, `threshold`, ...), without `name` and `to`.
-            `file` can replace `weight`: a safetensors file (vectors.probe_weights). With `file`,
-            `kind` is the probe's kind; the default is "linear".
-            If `action` is "escalate", `url` is the address that gets each verdict.
-            `after` names another monitor, the first stage.
+            In place of `weight`, a body can have `file`, which names a safetensors file
+            (vectors.probe_weights). A body with `file` can also have the field `kind` with the
+            probe's kind, which is "linear" by default. If `action` is "escalate", `url` is the
+            address that gets each verdict. `after` names another monitor, which is the first stage.
 
     Raises:
-        SpecError: `body` is malformed. The message names the monitor and the field.
+        SpecError: `body` is malformed. The error names the monitor and the field.
         OSError: the file cannot be read.
     """
     where = f"monitors[{name!r}]"
@@ -140,7 +142,7 @@ def parse(name: str, body: object) -> Monitor:
 
 
 def parse_all(bodies: object) -> tuple[Monitor, ...]:
-    """Make monitors from a JSON object: name -> the fields of a monitor as in `parse`."""
+    """Make monitors from a parsed JSON object, which maps each name to the body for `parse`."""
     if not isinstance(bodies, Mapping):
         raise SpecError(f"monitors is {shown(bodies)}; it must be an object: name to monitor.")
     if len(bodies) > MOST_MONITORS:
@@ -170,16 +172,17 @@ def check(monitors: tuple[Monitor, ...], sites: Sites, num_stages: int) -> None:
             )
 
 
-#: An engine's VllmConfig -> its monitors, after they were looked up or set.
+#: Maps an engine's VllmConfig to the engine's monitors, once the monitors are known.
 _monitors: Beside[tuple[Monitor, ...]] = Beside()
 #: The file by which several API servers share their monitors; None outside a server.
 _file: Shared | None = None
-#: Lock for `_monitors` and `_peers`, which the event loop and other threads read and set.
+#: The lock for `_monitors` and `_peers`, which the event loop and other threads read and set.
 _looking = threading.Lock()
 
 
 def share(file: Shared) -> None:
-    """Share this process's monitors through a file, if its server has several API servers."""
+    """If a server has several API server processes, share this process's monitors with the other
+    processes through a file."""
     global _file
     _file = file
 
@@ -191,7 +194,7 @@ def _shared(vllm_config: VllmConfig) -> Shared | None:
 
 
 def configured(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
-    """The monitors that the engine starts with.
+    """The monitors with which the engine starts.
 
     Raises:
         ConfigError: a monitor is malformed.
@@ -204,7 +207,8 @@ def configured(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
 
 
 def told(vllm_config: VllmConfig) -> dict[str, dict[str, object]]:
-    """Name -> the fields of a monitor as JSON, without its weights."""
+    """The fields of each monitor as JSON, without the probe's weights, by the name of the
+    monitor."""
     found = {}
     for monitor in monitors_of(vllm_config):
         body = monitor.probe.to_json()
@@ -217,9 +221,10 @@ def told(vllm_config: VllmConfig) -> dict[str, dict[str, object]]:
 
 
 def _since(monitors: tuple[Monitor, ...], before: tuple[Monitor, ...]) -> dict[str, float]:
-    """Name of a monitor -> the time at which the monitor was set. If unchanged: the earlier time.
+    """The time at which each monitor was set, by the name of the monitor. A monitor that is equal
+    to an earlier monitor with the same name has the time of this earlier monitor.
 
-    A monitor with a webhook, or with a changed first stage, counts as changed.
+    A monitor with a webhook, or with a changed first stage, never counts as equal.
     """
     now, new = time.time(), {monitor.name: monitor for monitor in monitors}
     old = {monitor.name: monitor for monitor in before}
@@ -238,7 +243,7 @@ def _since(monitors: tuple[Monitor, ...], before: tuple[Monitor, ...]) -> dict[s
 def _put(
     vllm_config: VllmConfig, monitors: tuple[Monitor, ...], since: Mapping[str, float]
 ) -> None:
-    """Replace the monitors. If the time in `since` is unchanged, the monitor keeps its tally."""
+    """Replace the monitors. A monitor whose time in `since` is unchanged keeps its tally."""
     old = {monitor.name: monitor for monitor in _monitors.of(vllm_config) or ()}
 
     def held(one: Monitor) -> Monitor:
@@ -252,7 +257,7 @@ def _put(
 
 
 def monitors_of(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
-    """The monitors that new requests get."""
+    """The monitors that are added to new requests."""
     with _looking:
         return _looked_up(vllm_config)
 
@@ -264,7 +269,8 @@ def _looked_up(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
     found = _monitors.of(vllm_config)
     if found is not None:
         return found
-    # Only a configuration with monitors is parsed, because this code runs for each request.
+    # To save time, only a configuration that has monitors is parsed, because this code runs for
+    # each request.
     additional = vllm_config.additional_config
     body = additional.get(KEY) if isinstance(additional, dict) else None
     if not isinstance(body, Mapping) or not body.get("monitors"):
@@ -273,18 +279,20 @@ def _looked_up(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
 
 
 def set_monitors(engine: Engine, bodies: object, sites: Sites) -> None:
-    """Replace an engine's monitors, in this process and in the other API servers of its server.
-    Requests that enter later get the new monitors.
+    """Replace an engine's monitors, in this process and in the other API server processes. The new
+    monitors are added to requests that enter later.
 
     Args:
-        bodies: name -> JSON as for `parse`, without `file` and `url`: a caller is allowed to send
-            numbers, but no paths and no addresses. Empty for no monitors.
+        bodies: maps the name of each monitor to the body for `parse`. A body must not have the
+            fields `file` and `url`, because a caller is allowed to send numbers, but no paths and
+            no addresses. An empty mapping removes all monitors.
         sites: the sites that the engine taps.
 
     Raises:
-        SpecError: a monitor is malformed, or the engine does not support a monitor. All monitors
-            stay as before.
-        OSError: the file that API servers share cannot be written. All monitors stay as before.
+        SpecError: a monitor is malformed, or the engine does not support a monitor. In this case,
+            no monitor is changed.
+        OSError: the file that API servers share cannot be written. In this case, no monitor is
+            changed.
     """
     for name, body in bodies.items() if isinstance(bodies, Mapping) else ():
         if isinstance(body, Mapping):
@@ -301,7 +309,8 @@ def set_monitors(engine: Engine, bodies: object, sites: Sites) -> None:
 
 
 def _check_outside(where: str, body: Mapping[str, object]) -> None:
-    """Raises SpecError for a field or action that is allowed only in configured monitors."""
+    """Raises SpecError if a body has a field or an action that is allowed only in configured
+    monitors."""
     if "file" in body:
         raise SpecError(
             f"{where} has 'file', which is for monitors that the engine starts with; send the "
@@ -317,7 +326,7 @@ def _check_outside(where: str, body: Mapping[str, object]) -> None:
 
 
 def set_on(engine: LLMEngine, bodies: object) -> None:
-    """Connect the engine of an LLM if necessary, then call `set_monitors`."""
+    """Connect to the workers of an LLM if necessary, and then set its monitors."""
     if needs_connection(engine):
         connect_sync(engine)
     connection = _connection_of(engine)
@@ -327,13 +336,13 @@ def set_on(engine: LLMEngine, bodies: object) -> None:
 
 
 async def set_on_async(engine: AsyncLLM, bodies: object) -> None:
-    """`set_on` for an AsyncLLM."""
+    """The same as `set_on`, but for an AsyncLLM."""
     if needs_connection(engine):
         await connect_async(engine)
     connection = _connection_of(engine)
     await asyncio.to_thread(set_monitors, engine, bodies, connection.sites)
     ahead.send_soon(engine, monitors_of(engine.vllm_config))
-    await asyncio.to_thread(_make_ready, engine, connection)  # keeps the event loop free
+    await asyncio.to_thread(_make_ready, engine, connection)  # not on the event loop
 
 
 def _connection_of(engine: Engine) -> Connection:
@@ -344,24 +353,25 @@ def _connection_of(engine: Engine) -> Connection:
 
 
 def _make_ready(engine: Engine, connection: Connection) -> None:
-    """Resolve and check the spec of a request that has only monitors. Otherwise the first request
-    would do this work, and concurrent requests would wait."""
+    """Resolve and check the spec of a request that has only monitors. Without this function, the
+    first request would have to do this work, and other requests would wait."""
     monitors = monitors_of(engine.vllm_config)
     if connection.reason is not None or not monitors:
         return
     text = translators.text_of(tuple(monitor.probe for monitor in monitors))
-    with suppress(SpecError):  # each request raises the same error
+    with suppress(SpecError):  # each request will raise the same error
         connection.check(connection.resolve(Spec.from_json(text)), [0], 1)
 
 
 # The findings of monitors
 
-#: An engine's VllmConfig -> the counts of the server's other processes.
+#: Maps an engine's VllmConfig to the Peers object, which exchanges counts with other processes.
 _peers: Beside[Peers] = Beside()
 
 
 def _peers_of(vllm_config: VllmConfig) -> Peers | None:
-    """The counts of the other API server processes; None if there is no other process."""
+    """Exchanges counts with the other API server processes; None if there are no other
+    processes."""
     if (shared := _shared(vllm_config)) is None:
         return None
     config = weakref.ref(vllm_config)
@@ -376,8 +386,8 @@ def _peers_of(vllm_config: VllmConfig) -> Peers | None:
 
 
 def activity_of(vllm_config: VllmConfig) -> dict[str, Found]:
-    """Name of a monitor -> its findings in all API server processes. The counts of other processes
-    can be one second old."""
+    """The findings of each monitor in all API server processes, by the name of the monitor. The
+    counts of other processes can be one second old."""
     own = tallied(monitors_of(vllm_config))
     peers = _peers_of(vllm_config)
     texts = [] if peers is None else peers.others()
@@ -393,12 +403,13 @@ def activity_of(vllm_config: VllmConfig) -> dict[str, Found]:
 
 # The controller that gets the findings
 
-#: An engine's VllmConfig -> the function of its Controller that gets the monitors' findings.
+#: Maps an engine's VllmConfig to the function that gives the monitors' findings to the Controller.
 _listeners: Beside[Callable[[Observation], None]] = Beside()
 
 
 def listen(vllm_config: VllmConfig, tell: Callable[[Observation], None] | None) -> None:
-    """Call `tell` with the monitors' findings of each ended completion. None stops these calls.
+    """Call `tell` with the monitors' findings in each completion that ends. If `tell` is None, the
+    calls to the earlier function stop.
 
     Raises:
         SpecError: the engine already has a controller.
@@ -421,7 +432,7 @@ def _everywhere(vllm_config: VllmConfig) -> Mapping[str, object] | None:
     return {_KEY: (monitors, _listeners.of(vllm_config), _peers_of(vllm_config))}
 
 
-#: A caller cannot send this key, because it has a space and no translator registers it.
+#: A caller cannot send this key, because it is not among the registered keys, and has a space.
 _KEY = "scope monitors"
 
 

@@ -1,4 +1,4 @@
-"""An engine that computes prompts for a harvest, in continuous batches and bounded memory.
+"""An engine that computes the prompts of a harvest, in continuous batches and in bounded memory.
 
 Owns:  OfflineEngine.
 Runs:  in the harvesting process, on one thread at a time.
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: The most requests and tokens in the engine, as a multiple of the most in one step. With this
-#: value the scheduler never waits for the next prompt.
+#: The largest number of requests and tokens in the engine, as a multiple of the largest number in
+#: one step. With this multiple, the scheduler never waits for the next prompt.
 _AHEAD = 4
-#: Seconds between two checks that EngineCore is alive.
+#: The time in seconds between two checks whether EngineCore is alive.
 _LOOK_S = 0.5
 
 
@@ -43,17 +43,19 @@ class OfflineEngine:
     and the sampled token is not used.
 
     Args:
-        model: a name or folder, as for vLLM, or an LLM. `close` does not end an LLM of the caller.
-        options: arguments of LLM.
+        model: the model's name or folder, as vLLM takes it, or a vllm.LLM of the caller. `close`
+            does not end an LLM of the caller.
+        options: arguments of vllm.LLM.
         reads: the reads that the caller will request. If the options name no sites, the sites of
             these reads are tapped.
 
     Attributes:
-        model: name or folder.
+        model: the model's name or folder.
 
     Raises:
-        SpecError: `model` is not a name and not an LLM; or there are an LLM and options; or an
-            engine of the named model would lack a tap for a read. No engine is started then.
+        SpecError: `model` is neither a name nor an LLM; or `model` is an LLM, and there are
+            options; or an engine for the named model would have no tap for one of the reads. In
+            this case, no engine is started.
         ScopeError: vLLM cannot start.
     """
 
@@ -69,7 +71,8 @@ class OfflineEngine:
             body = dict(additional.get(KEY) or {})
             sites = sorted({read.site for read in reads})
             additional[KEY] = ({"sites": sites} if sites else {}) | body
-            # Reads of whole prompts never use the prefix cache, and block hashes take time.
+            # The prefix cache is off, because reads of whole prompts never use it, and block hashes
+            # take time.
             defaults = {"enable_prefix_caching": False}
             arguments = defaults | dict(options) | {"additional_config": additional}
             with _in_words(f"vLLM cannot start {model}"), checking_sites(partial(_find, reads)):
@@ -84,11 +87,13 @@ class OfflineEngine:
                 f"the model is {shown(model)}; it must be a name, a folder or a vllm.LLM."
             )
         self._config: VllmConfig = self._llm.llm_engine.vllm_config
-        # vLLM can replace a name by the path of a copy. `model` keeps the caller's name.
+        # vLLM can replace the name of a model by the path of a copy. The attribute `model` has the
+        # name that the caller gave.
         self.model = model if isinstance(model, str) else self._config.model_config.model
 
     def settings(self, reads: Sequence[Read]) -> dict[str, Any]:
-        """The settings on which rows depend, besides the prompts, as JSON.
+        """The settings that the rows depend on, in addition to the prompts. All values can be
+        stored as JSON.
 
         Raises:
             SpecError: a read names a layer or a site that has no tap.
@@ -101,7 +106,8 @@ class OfflineEngine:
             "quantization": config.quantization,
             "hf_overrides": json.loads(json.dumps(config.hf_overrides, default=_name_of)),
             "kv_cache": self._config.cache_config.cache_dtype,
-            # vLLM can replace the names of the model and the tokenizer by the path of a copy.
+            # vLLM can replace the names of the model and of the tokenizer by the path of a copy of
+            # the model.
             "tokenizer": self.model if config.tokenizer == config.model else config.tokenizer,
             "tokenizer_revision": config.tokenizer_revision,
         }
@@ -110,7 +116,8 @@ class OfflineEngine:
         return found
 
     def _sites(self) -> Sites | None:
-        """The engine's tapped sites. None without taps: `compute` then raises an error."""
+        """The engine's sites that have taps. If the model has no taps, the result is None, and
+        `compute` raises an error."""
         engine = self._llm.llm_engine
         if needs_connection(engine):
             connect_sync(engine)
@@ -124,7 +131,8 @@ class OfflineEngine:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the longest possible prompt. vLLM always samples one token after a prompt."""
+        """The number of tokens of the longest possible prompt. vLLM always samples one token after
+        a prompt."""
         return self._config.model_config.max_model_len - 1
 
     @property
@@ -134,7 +142,7 @@ class OfflineEngine:
 
     @property
     def end(self) -> int | None:
-        """Id of the tokenizer's end-of-text token; None without tokenizer or without this token."""
+        """The id of the tokenizer's end-of-text token, or None if there is no such token."""
         if self._config.model_config.skip_tokenizer_init:
             return None
         found: int | None = self._llm.get_tokenizer().eos_token_id
@@ -160,8 +168,9 @@ class OfflineEngine:
         """Yields the rows of each prompt, in the order in which the prompts end.
 
         Args:
-            prompts: (an object that names the prompt, its token ids). The object is returned with
-                the prompt's rows. The engine takes the next prompt when it has room.
+            prompts: for each prompt, an object that names the prompt, and the prompt's token ids.
+                The object is returned together with the prompt's rows. The engine takes the next
+                prompt as soon as the engine has room.
 
         Raises:
             SpecError: the engine cannot deliver these reads.
@@ -218,7 +227,7 @@ class OfflineEngine:
                     drop(engine, running.items)
 
     def close(self) -> None:
-        """End the engine. Does nothing for an LLM of the caller."""
+        """End the engine. If the LLM belongs to the caller, do nothing."""
         if self._own:
             self._llm.llm_engine.engine_core.shutdown()
 
@@ -228,7 +237,7 @@ def _name_of(value: object) -> str:
 
 
 def _find(reads: Sequence[Read], sites: Sites) -> list[list[int]]:
-    """The layers of each read. Raises SpecError if a site or layer has no tap."""
+    """The layers of each read. Raises SpecError if a read's site or layer has no tap."""
     return [
         [place.layer for place in sites.find(read.site, read.layer_numbers, f"reads[{i}]")]
         for i, read in enumerate(reads)
@@ -237,7 +246,7 @@ def _find(reads: Sequence[Read], sites: Sites) -> list[list[int]]:
 
 @contextmanager
 def _in_words(what: str) -> Iterator[None]:
-    """In the `with` block, each error of vLLM becomes a ScopeError of one sentence."""
+    """In the `with` block, each error of vLLM becomes a ScopeError with a short text."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
@@ -253,7 +262,7 @@ def _in_words(what: str) -> Iterator[None]:
 @contextmanager
 def _woken(engine: Any) -> Iterator[None]:
     """If EngineCore is killed in the `with` block, a waiting step ends with EngineDeadError.
-    Without this function, vLLM closes the socket, and the step waits forever.
+    Without this function, vLLM would close the socket, and the waiting step would never end.
     vllm 0.30 to 0.33, v1/engine/core_client.py, SyncMPClient.get_output
     """
     from vllm.v1.engine.exceptions import EngineDeadError
@@ -278,10 +287,10 @@ def _woken(engine: Any) -> Iterator[None]:
 
 
 class _Sending:
-    """Sends prompts whose requests differ only in their tokens.
+    """Sends prompts to the engine, as requests that differ only in their tokens.
 
     Args:
-        params: SamplingParams with the spec of the reads.
+        params: SamplingParams that contain the spec of the reads.
     """
 
     def __init__(self, engine: Any, reads: Sequence[Read], params: Any) -> None:
@@ -289,7 +298,7 @@ class _Sending:
         self._alike, self._prepared_params = Alike.of_engine(engine), asking(params)
 
     def send(self, name: str, ids: list[int]) -> None:
-        """Add a prompt to the engine. Raises SpecError, or an error of vLLM."""
+        """Add a prompt to the engine. Raises a SpecError, or an error of vLLM."""
         prompt, found = {"type": "token", "prompt_token_ids": ids}, None
         if self._alike is not None:
             first = self._alike.checked("harvest", self._reads, self._params, ids)
@@ -300,7 +309,7 @@ class _Sending:
 
 
 class _Running(Generic[T]):
-    """The prompts in the engine, by the names of their requests."""
+    """The prompts that the engine computes, by the names of their requests."""
 
     def __init__(self) -> None:
         self.items: dict[str, tuple[T, int]] = {}

@@ -1,9 +1,9 @@
-"""Our fields in a request's SamplingParams: the spec, keys of translators, the ticket.
+"""Handles this package's fields in SamplingParams: the spec, the keys of translators, the ticket.
 
-Owns:  the key of the ticket in SamplingParams.
+Owns:  the name of the key that holds the ticket in SamplingParams.
 Runs:  in the front-end and in EngineCore.
 
-Promise: a caller's SamplingParams never change. Changes are made in a copy.
+Promise: the SamplingParams object of a caller never changes. All changes are made in a copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_scope.request.ticket import Ticket
 Params = TypeVar("Params", bound=SamplingParams)
 
 #: The key of `extra_args` that holds the Ticket of a request with taps, as bytes. The front-end
-#: puts the Ticket there in place of the spec.
+#: replaces the spec by the Ticket.
 TICKET = "scope_ticket"
 
 
@@ -50,7 +50,8 @@ def with_ticket(sampling_params: Params, ticket: Ticket, without: Collection[str
 
 
 def without_ticket(sampling_params: Any) -> Any:
-    """A copy of the parameters without their ticket. Without a ticket: the same object."""
+    """A copy of the parameters without their ticket. If there is no ticket, the result is the same
+    object."""
     if not has_ticket(sampling_params):
         return sampling_params
     params = copy(sampling_params)
@@ -58,16 +59,17 @@ def without_ticket(sampling_params: Any) -> Any:
     return params
 
 
-#: Types whose values are immutable. `dedicated` adds the types of enumerations that it finds.
+#: The types whose values cannot change. `dedicated` adds each type of enumeration that it finds.
 _FIXED: set[type] = {type(None), bool, int, float, str, bytes, translators.Decorators}
 
 
 def dedicated(sampling_params: Params) -> Params:
-    """A copy of the parameters for one request alone. vLLM does not copy this object again.
+    """A copy of the parameters for only one request, so that vLLM does not copy them again.
 
-    vLLM's own copy is deep and takes 20 us: a third of the front-end's time for a plain request.
-    This function's copy has its own lists, sets and dicts of plain values. Parameters with other
-    values are returned unchanged, and vLLM copies such parameters.
+    vLLM makes a deep copy, which takes 20 us. This time is a third of the front-end's time for a
+    request without a scope. This function also copies lists, sets and dicts, if their items are
+    plain values. Parameters with values of other types are returned unchanged, and vLLM copies
+    them.
     """
     if sampling_params.skip_clone:
         return sampling_params
@@ -103,16 +105,18 @@ def asks(params: object) -> bool:
 
 
 def names_module(text: object) -> bool:
-    """False if a spec surely names no steering module. The spec's text is searched, not parsed."""
+    """False only if a spec certainly names no steering module. To save time, this function searches
+    the text of the spec, and does not parse the text."""
     return isinstance(text, str) and _has_name(text)
 
 
-@lru_cache(maxsize=8)  # monitors give the same long text to every request
+@lru_cache(maxsize=8)  # a cache, because monitors give the same long text to every request
 def _has_name(text: str) -> bool:
     return _NAME.search(text) is not None
 
 
-#: Matches a field `module`. Also matches a string in place of numbers, which names a module.
+#: Matches the field `module`. Also matches a string in a field for numbers, because such a string
+#: names a steering module.
 _NAME = re.compile(r'"module"|"(?:vector|direction|values|weight)"\s*:\s*"')
 
 

@@ -1,10 +1,11 @@
-"""The `vllm.general_plugins` entry point.
+"""The entry point of the group `vllm.general_plugins`, by which vLLM loads this package.
 
 Runs:  `register` in the front-end, in EngineCore and in every worker process. A process can call
-       `register` more than once; only the first call has an effect.
+       `register` several times, but only the first call has an effect.
 
-Promise: with VLLM_SCOPE=0, nothing is wrapped. Otherwise `register` refuses an unknown version of
-vLLM, and a symbol that lacks what its wrapper needs. The error names the version or the symbol.
+Promise: with VLLM_SCOPE=0, no symbol of vLLM is wrapped. Otherwise `register` raises an error for
+an unknown version of vLLM, and for a symbol that its wrapper does not fit. The error names the
+version or the symbol.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ _check_sites: ContextVar[Callable[[Sites], object] | None] = ContextVar(
 
 
 def enabled() -> bool:
-    """False if VLLM_SCOPE is 0, false, off or no."""
+    """False if the environment variable VLLM_SCOPE is 0, false, off or no."""
     return os.environ.get("VLLM_SCOPE", "1").lower() not in ("0", "false", "off", "no")
 
 
 def register() -> None:
-    """Wrap vLLM's seams, one time in each process."""
+    """Wrap all symbols of vLLM that this package wraps, only once in each process."""
     global _registered
     if _registered or not enabled():
         return
@@ -76,8 +77,8 @@ def register() -> None:
 
 @contextmanager
 def checking_sites(check: Callable[[Sites], object]) -> Iterator[None]:
-    """In the `with` block, `check` gets the sites of each engine that is configured. If `check`
-    raises, the engine does not start."""
+    """In the `with` block, `check` is called with the sites of each engine that is configured. If
+    `check` raises an error, the engine does not start."""
     token = _check_sites.set(check)
     try:
         yield
@@ -86,9 +87,9 @@ def checking_sites(check: Callable[[Sites], object]) -> Iterator[None]:
 
 
 def wrap_engine_args() -> None:
-    """Put the whole configuration into additional_config, for workers and for the key of vLLM's
-    compile cache. If a file is missing, or the model lacks a site or layer, an error is raised
-    before vLLM starts a process."""
+    """Store the whole configuration in additional_config, from which workers and the key of vLLM's
+    compile cache take it. If a file is missing, or the model lacks a site or layer, an error is
+    raised before vLLM starts a process."""
     from vllm_scope.engine.frontend import requests
     from vllm_scope.engine.model import sites_of
 
@@ -105,7 +106,8 @@ def wrap_engine_args() -> None:
         additional[KEY] = config
         self.additional_config = additional
         found = original(self, *args, **kwargs)
-        sites = sites_of(found, ScopeConfig.parse(config))  # an error reaches the user, not a log
+        # An error of this call reaches the user. Later, an error would only be in a worker's log.
+        sites = sites_of(found, ScopeConfig.parse(config))
         if (check := _check_sites.get()) is not None:
             check(sites)
         return found
@@ -114,8 +116,8 @@ def wrap_engine_args() -> None:
 
 
 def wrap_log() -> None:
-    """Keep the options of sinks and policies out of vLLM's log of its arguments. Some of these
-    options are secret."""
+    """Remove the options of sinks and policies from the arguments that vLLM logs, because some of
+    these options are secret."""
 
     def redact(
         original: Callable[..., dict[str, object]], args: dict[str, object]

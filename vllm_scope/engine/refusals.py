@@ -1,7 +1,7 @@
-"""Turns our errors into errors that vLLM passes on: to HTTP, and from EngineCore to the caller.
+"""Turns our errors into errors that vLLM sends over HTTP, or from EngineCore to the caller.
 
-Owns:  `refusal`, `busy` and `named`, which make errors that vLLM's server can answer; the transport
-       of an error from EngineCore to the caller.
+Owns:  `refusal`, `busy` and `named` (make errors that vLLM's server turns into HTTP answers); the
+       code that carries an error from EngineCore to the caller.
 Runs:  in EngineCore (input thread) and in the front-end.
 
 If EngineCore refuses a request, vLLM's output says only that the request ended with an error.
@@ -27,7 +27,7 @@ NO_PATHS: Mapping[str, str] = {}
 
 @cache
 def refusal() -> type[SpecError]:
-    """A class of SpecError for which vLLM's server answers HTTP 400."""
+    """A subclass of SpecError that vLLM's server answers with HTTP status 400."""
     from vllm.exceptions import VLLMValidationError
 
     return type("SpecError", (VLLMValidationError, SpecError), {})
@@ -41,16 +41,17 @@ def _busy(kind: type[CapacityError]) -> type[CapacityError]:
 
 
 def busy(sentence: str, kind: type[CapacityError] = CapacityError) -> CapacityError:
-    """A CapacityError of this kind, for which vLLM's server answers HTTP 429."""
+    """An error of the class `kind` that vLLM's server answers with HTTP status 429."""
     # mypy does not know that a class of exceptions is hashable.
     return _busy(kind)(sentence, HTTPStatus.TOO_MANY_REQUESTS)  # type: ignore[arg-type]
 
 
 class Refusing(AbstractContextManager[None]):
-    """In the `with` block, our errors become errors of `refusal` and `busy`.
+    """In the `with` block, SpecErrors and CapacityErrors become errors that `refusal` or `busy`
+    make.
 
     Args:
-        paths: the caller's names for parts of the spec (translators.in_words).
+        paths: the caller's words for the parts of the spec (translators.in_words).
     """
 
     def __init__(self, paths: Mapping[str, str] = NO_PATHS) -> None:
@@ -66,7 +67,7 @@ class Refusing(AbstractContextManager[None]):
 
 
 def named(error: ScopeError, where: str) -> ScopeError:
-    """The error with `where` before its text. `where` names the prompt, such as "prompts[3]"."""
+    """An error whose text begins with `where`, which names the prompt, such as "prompts[3]"."""
     sentence = f"{where}: {error}"
     if isinstance(error, SpecError):
         return refusal()(sentence)
@@ -85,7 +86,8 @@ def refusal_in(completion: CompletionOutput) -> ScopeError | None:
 
 
 def _parts(text: str) -> tuple[str, str]:
-    """(class name, text) of an error, from the stop_reason that `refused` has made."""
+    """The name of an error's class, and the error's text, from the stop_reason that `refused` has
+    made."""
     kind, sentence = text.removeprefix(_MARK).split(": ", 1)
     return kind, sentence
 
@@ -101,7 +103,8 @@ def sentence_in(stop_reason: object) -> str:
 
 
 def refused(request_id: str, error: ScopeError) -> Last:
-    """EngineCore's last output of a request, with the error for `refusal_in`."""
+    """The last output for a request that EngineCore refuses. The front-end reads the error with
+    `refusal_in`."""
     from vllm.v1.engine import EngineCoreOutput, FinishReason
 
     text = f"{_MARK}{type(error).__name__}: {error}"
@@ -114,7 +117,8 @@ def refused(request_id: str, error: ScopeError) -> Last:
 def _refuse(
     original: Callable[..., object], self: EngineCoreProc, request: EngineCoreRequest
 ) -> None:
-    """EngineCoreProc._handle_request_preproc_error: send our errors together with their text."""
+    """EngineCoreProc._handle_request_preproc_error. The wrapper sends the text of our errors
+    too."""
     error = sys.exception()
     if not isinstance(error, ScopeError):
         original(self, request)

@@ -1,10 +1,10 @@
-"""Refuses requests with a scope that vLLM's Rust front-end, not ours, sends to EngineCore.
+"""Refuses requests with a scope that come from vLLM's Rust front-end.
 
-Owns:  the refusal of these requests, and the warning at the start of the Rust front-end.
-Runs:  the refusal in EngineCore (input thread), the warning in `vllm serve`.
+Owns:  the code that refuses these requests, and the warning when the Rust front-end starts.
+Runs:  in EngineCore (input thread), and in `vllm serve` (the warning).
 
-`VLLM_USE_RUST_FRONTEND=1 vllm serve` runs no Python between HTTP and EngineCore. Therefore no code
-checks a scope, no process receives rows, and a client can send a forged ticket.
+`VLLM_USE_RUST_FRONTEND=1 vllm serve` runs no Python code between the HTTP request and EngineCore.
+Therefore no code checks a scope, no process receives rows, and a client can send a forged ticket.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ REFUSED = (
 def serves(vllm_config: Any) -> bool:
     """True if an engine's requests come from vLLM's Rust front-end.
 
-    VLLM_USE_RUST_FRONTEND alone is not enough, because `LLM` ignores the variable. Rank -1 marks
-    a process without HTTP. vllm 0.30 to 0.33, entrypoints/cli/serve.py, run_multi_api_server
+    The value of VLLM_USE_RUST_FRONTEND alone is not enough, because `LLM` ignores this variable.
+    The API server rank -1 means that no Python process serves HTTP. vllm 0.30 to 0.33,
+    entrypoints/cli/serve.py, run_multi_api_server
     """
     from vllm import envs
 
@@ -42,12 +43,13 @@ def serves(vllm_config: Any) -> bool:
 
 
 def _preprocess(original: Callable[..., T], self: EngineCore, request: EngineCoreRequest) -> T:
-    """EngineCore.preprocess_add_request. The wrapper of entry.py runs after this wrapper."""
+    """EngineCore.preprocess_add_request. This wrapper runs before the wrapper of entry.py."""
     params = request.sampling_params
     extra = getattr(params, "extra_args", None) or {}
     asked = asks(params) or translators.has_keys(extra)
     if (asked and TICKET not in extra) or (TICKET in extra and serves(self.vllm_config)):
-        # The Rust front-end's answer lacks the error's text. Therefore the log gets the text.
+        # The answer of the Rust front-end does not contain the text of the error. Therefore the
+        # text is logged here.
         logger.warning("vllm-scope: request %s is refused: %s", request.request_id, REFUSED)
         raise SpecError(REFUSED)
     return original(self, request)

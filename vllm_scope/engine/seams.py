@@ -1,8 +1,7 @@
-"""The contract with vLLM: every symbol of vLLM that vllm-scope wraps or uses.
+"""Lists every symbol of vLLM that vllm-scope wraps or uses (the contract with vLLM).
 
 Owns:  CONTRACT, and `config_of` (this package's part of an engine's configuration).
-To:    wrapping.py, which replaces symbols; digests.py, which compares a vLLM with the releases
-       that the authors read.
+To:    wrapping (replaces symbols), digests (compares vLLM's source with known releases).
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from vllm_scope.engine.vllm_types import VllmConfig
 
 @dataclass(frozen=True)
 class Seam:
-    """One symbol of vLLM.
+    """One symbol of vLLM that vllm-scope wraps or uses.
 
     Attributes:
-        module, name: such as "vllm.v1.core.block_pool" and "BlockPool.get_new_blocks".
-        parameters: names of parameters that the wrapper reads, or that our call passes.
-        reads: names that vllm-scope reads or sets. For a method: attributes of `self`. For a
-            class: attributes of its instances, some of which are arguments of wrapped methods.
-            For a function: other names of its module.
+        module, name: for example "vllm.v1.core.block_pool" and "BlockPool.get_new_blocks".
+        parameters: the names of parameters that the wrapper reads, or that our call passes.
+        reads: the names that vllm-scope reads or sets. If the symbol is a method, these names are
+            attributes of `self`. If the symbol is a class, these names are attributes of its
+            instances. If the symbol is a function, these are other names in its module.
         wrapped: True if vllm-scope replaces the symbol.
-        holders: other modules that import the function by its name.
-        instead: the official extension point that could replace the patch; empty if none exists.
+        holders: other modules that import the function by its name, and must get the wrapper too.
+        instead: the official extension point that could replace the wrapper, or "".
     """
 
     module: str
@@ -58,7 +57,8 @@ _ERROR = "EngineCoreOutput.error with RequestError.to_exception (since 0.33)"
 
 # fmt: off
 _BY_MODULE: dict[str, tuple[Seam, ...]] = {
-    # Every process. If two modules declare a function, the first existing function is wrapped.
+    # Every process. If this list names a function in two modules, the first of them that exists is
+    # wrapped.
     "engine.arg_utils": (_wraps("EngineArgs.create_engine_config", "", "additional_config"),),
     "platforms.interface": (_wraps("Platform.validate_environ", "hard_fail"),),  # since 0.31
     "envs": (_wraps("validate_environ", "hard_fail", "environment_variables"),),  # in 0.30
@@ -135,7 +135,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     ),
     "exceptions": (_uses("VLLMValidationError"), _uses("GracefulHTTPError")),
     "utils.network_utils": (_uses("get_ip"),),
-    # LLM. If two modules declare a class, the first existing class is wrapped.
+    # LLM. If this list has a class in two modules, the first that exists is wrapped.
     "entrypoints.common.offline": (
         _wraps("OfflineInferenceMixin._render_and_add_requests", "prompts params"),  # since 0.32
     ),
@@ -215,7 +215,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     "distributed.kv_transfer.kv_connector.v1.base": (
         _uses("KVConnectorBase_V1", "get_num_new_matched_tokens"),
     ),
-    # Workers: Model Runner V1 is v1.worker.gpu_model_runner, V2 is v1.worker.gpu.
+    # Workers. Model Runner V1 is v1.worker.gpu_model_runner, and V2 is v1.worker.gpu.
     "v1.worker.worker_base": (
         _wraps("WorkerBase.__init__", "vllm_config", "device model_runner", _WORKER),
         _uses("WorkerBase.load_model"),
@@ -262,7 +262,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     ),
     "distributed.parallel_state": (_uses("get_pp_group"), _uses("get_tp_group")),
     "compilation.decorators": (_uses("_support_torch_compile", "do_not_compile"),),
-    # The source of `__init__` shows that vLLM makes one graph, without guards.
+    # vllm-scope relies on the source of `__init__`, which makes one graph without guards.
     "compilation.wrapper": (_uses("TorchCompileWithNoGuardsWrapper", "__init__"),),
     "model_executor.models.utils": (_uses("PPMissingLayer"),),
     "model_executor.layers.attention.attention": (
@@ -305,13 +305,13 @@ CONTRACT: tuple[Seam, ...] = tuple(
 )
 
 
-#: vLLM's configuration -> (our part as the user gave it, our part parsed). Our part is parsed only
-#: one time, because each request needs it.
+#: Maps vLLM's configuration to our part as the user gave it, and to the same part after parsing.
+#: Our part of the configuration is parsed only once, because each request needs this part.
 _parsed: Beside[tuple[object, ScopeConfig]] = Beside()
 
 
 def config_of(vllm_config: VllmConfig) -> ScopeConfig | None:
-    """This package's configuration of the engine; None if the engine has no such configuration."""
+    """This package's part of an engine's configuration; None if there is no such part."""
     additional = vllm_config.additional_config
     body = additional.get(KEY) if isinstance(additional, dict) else None
     if body is None:

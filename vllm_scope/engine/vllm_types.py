@@ -1,12 +1,13 @@
-"""The parts of vLLM's objects that engine/ uses, as Protocols.
+"""Types (Protocols) for the parts of vLLM's objects that engine/ uses.
 
-Owns:  one Protocol for each class of vLLM, and one for both model runners.
+Owns:  one Protocol for each class of vLLM. Both model runners have the same Protocol.
 Runs:  nowhere. Only mypy reads these types. The file imports no module of vLLM.
 To:    the other files of engine/.
 
-seams.py declares these classes and attributes for the check at start. vllm-scope itself sets the
-attributes named `scope...`. Some attributes have type Any, because any other type would need a
-cast at each use. Most attributes of type Any are None in some requests or engines.
+seams.py names the same classes and attributes for the check when the engine starts. vllm-scope
+itself sets the attributes whose names begin with `scope`. Some attributes have type Any, because
+any other type would need a cast at each use. Most attributes of type Any are None in some requests
+or engines.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ class RequestOutput(Protocol):
 
 
 class Engine(Protocol):
-    """The common part of vllm.v1.engine.llm_engine.LLMEngine and ...async_llm.AsyncLLM"""
+    """The attributes that LLMEngine and AsyncLLM of vllm.v1.engine have in common."""
 
     vllm_config: VllmConfig
     engine_core: Any
@@ -271,7 +272,7 @@ class NewRequestData(Protocol):
     req_id: str
     num_computed_tokens: int
     sampling_params: object
-    prompt_token_ids: Sequence[int]  # None in requests without token ids, which have no taps
+    prompt_token_ids: Sequence[int]  # None for a request without token ids, which has no taps
 
 
 class CachedRequestData(Protocol):
@@ -402,7 +403,7 @@ class ModelState(Protocol):
 
 
 class ModelRunner(Protocol):
-    """vllm.v1.worker.gpu_model_runner.GPUModelRunner (V1), vllm.v1.worker.gpu.model_runner (V2)"""
+    """GPUModelRunner of vllm.v1.worker.gpu_model_runner (V1), ...gpu.model_runner (V2)"""
 
     vllm_config: VllmConfig
     device: torch.device

@@ -1,11 +1,12 @@
-"""Sends verdicts to an operator's HTTP address, on a thread of its own.
+"""Sends verdicts to an operator's HTTP address, on a separate thread.
 
 Owns:  Webhook.
-Runs:  in the front-end. `tell` only queues. `Judge` calls `tell` on any thread, one call at a time.
+Runs:  in the front-end. `tell` only adds to a queue. `Judge` calls `tell` on any thread, one call
+       at a time.
 
-Promise: an address that hangs or fails delays no other work. If the queue is full, a verdict is
-dropped and counted. The first failure is logged. Later failures are only counted. A body has
-numbers and names, never a request's text.
+Promise: if an address does not answer or fails, no other work waits. If the queue is full, a
+verdict is dropped and counted. The first failure is logged, and later failures are only counted. A
+message contains numbers and names, but never the text of a request.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from vllm_scope.errors import SpecError, shown
 from vllm_scope.sinks.metrics import count_escalation
 
 logger = logging.getLogger("vllm.vllm_scope")
-#: The largest number of verdicts that wait for an address; the timeout of one HTTP request in s.
+#: The largest number of verdicts that can wait, and the timeout of one HTTP request in seconds.
 MOST_WAITING, TIMEOUT_S = 1024, 5.0
 
 
@@ -33,7 +34,7 @@ class Webhook(Background):
     """Sends verdicts to one address.
 
     Args:
-        url: http or https. Only an operator sets the address, never a caller.
+        url: the address, with http or https. Only an operator can set the address, not a caller.
     """
 
     def __init__(self, url: str) -> None:
@@ -44,21 +45,21 @@ class Webhook(Background):
         )
         #: `tell` counts "dropped". The webhook's thread counts the other outcomes.
         self._ended = dict.fromkeys(OUTCOMES, 0)
-        #: Held while a verdict changes from waiting to ended. Therefore `outcomes` never counts a
-        #: verdict twice.
+        #: This lock is held while a verdict changes from waiting to ended, so that `outcomes` never
+        #: counts the same verdict twice.
         self._ending = threading.Lock()
         self._said = False
 
     @staticmethod
     def parse(url: object, where: str) -> Webhook:
-        """A Webhook of this URL. Raises SpecError if the URL does not begin with http or https."""
+        """Make the Webhook for a URL. Raises SpecError if the URL is not http or https."""
         if not isinstance(url, str) or urllib.parse.urlsplit(url).scheme not in ("http", "https"):
             raise SpecError(f"{where} is {shown(url)}; it must be a URL of http or https.")
         return Webhook(url)
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """Outcome (control.activity.OUTCOMES) -> the number of verdicts so far."""
+        """The number of verdicts so far, by outcome (control.activity.OUTCOMES)."""
         with self._ending:
             return self._ended | {"waiting": self._waiting.unfinished_tasks}
 
@@ -67,8 +68,8 @@ class Webhook(Background):
         count_escalation(outcome)
 
     def _say(self, error: Exception) -> None:
-        """Write the first failure to the log. The line has only the URL's host, because a URL can
-        have a secret."""
+        """Log the first failure. The message has only the host of the URL, because a URL can
+        contain a secret."""
         if self._said:
             return
         self._said = True
@@ -81,12 +82,12 @@ class Webhook(Background):
         )  # fmt: skip
 
     def tell(self, body: Mapping[str, object], ended: Callable[[], object] | None = None) -> None:
-        """Queue a JSON object for the webhook's thread. Never blocks. If the queue is full, the
-        object is dropped and counted immediately.
+        """Add a JSON object to the queue of the webhook's thread. This method never blocks. If the
+        queue is full, the object is dropped and counted immediately.
 
         Args:
-            ended: called on the webhook's thread after the outcome is counted. If the object is
-                dropped, `ended` is not called.
+            ended: called on the webhook's thread, after the object's outcome is counted. If the
+                object is dropped, `ended` is not called.
         """
         self._start()
         try:
@@ -103,7 +104,7 @@ class Webhook(Background):
             try:
                 urllib.request.urlopen(request, timeout=TIMEOUT_S).close()
             except Exception as error:
-                # urllib raises OSError, and raises HTTPException for malformed answers.
+                # urllib raises OSError, and HTTPException for a malformed answer.
                 self._say(error)
                 outcome = "failed"
             with self._ending:

@@ -1,12 +1,13 @@
-"""Replaces symbols of vLLM, after a check that the symbols fit the wrappers.
+"""Replaces symbols of vLLM by wrappers, after a check that each symbol fits its wrapper.
 
 Owns:  `wrap`, `exists`, `require`, `owners`, `check_version`.
-Runs:  in every process of an engine, one time, before the engine is created.
+Runs:  in every process of an engine, once, before the engine is created.
 From:  seams.CONTRACT.
 
-Promise: an engine does not start if a wrapped symbol is missing, or lacks a parameter that the
-wrapper reads, or has a new parameter that the wrapper cannot pass on. The error names the symbol.
-If the supported versions differ, the code tests for a feature, not for a version number.
+Promise: an engine does not start if a wrapped symbol is missing, or does not have a parameter that
+the wrapper reads, or has a new parameter that the wrapper cannot pass to the original. The error
+names the symbol. If supported versions of vLLM differ, our code tests whether a feature exists, not
+the version.
 """
 
 from __future__ import annotations
@@ -26,32 +27,34 @@ FIRST, LAST = (0, 30), (0, 33)
 
 
 def wrap(name: str, wrapper: Callable[..., object]) -> None:
-    """Replace a symbol of CONTRACT by `wrapper(original, ...)`.
+    """Replace a symbol of CONTRACT by a function that calls `wrapper(original, ...)`.
 
     Args:
         name: the symbol's name in CONTRACT.
-        wrapper: gets the original function, then `self` for a method, then the arguments.
+        wrapper: a function that gets the original function, then `self` for a method, then the
+            arguments of the call.
 
     Raises:
-        CompatError: the symbol is missing, or the wrapper's parameters do not fit the symbol's.
+        CompatError: the symbol is missing, or its parameters do not fit the wrapper's parameters.
     """
     replace_in(owners(name), name.rpartition(".")[2], _find(name).parameters, wrapper)
 
 
 def exists(name: str) -> bool:
-    """True if this vLLM has a symbol of CONTRACT. Imports the symbol's module."""
+    """True if the installed vLLM has a symbol of CONTRACT. This function imports the symbol's
+    module."""
     return _exists(_find(name))
 
 
 def require(*names: str) -> None:
-    """Raises CompatError if this vLLM lacks one of these symbols of CONTRACT."""
+    """Raises CompatError if the installed vLLM does not have one of these symbols of CONTRACT."""
     for name in names:
         _original(owners(name)[0], name.rpartition(".")[2])
 
 
 def owners(name: str) -> list[type | ModuleType]:
-    """The objects in which `wrap` replaces a symbol of CONTRACT. For a method: its class. For a
-    function: the modules that have the function.
+    """The objects in which `wrap` replaces a symbol of CONTRACT: the class of a method, or the
+    modules that have a function.
 
     Raises:
         CompatError: one of these objects is missing.
@@ -84,15 +87,15 @@ def replace_in(
     parameters: Sequence[str],
     wrapper: Callable[..., object],
 ) -> None:
-    """Replace a function in all of its owners by one wrapped function.
+    """Replace a function in all its owners by the same wrapped function.
 
     Args:
-        owners: a class, or the modules that have the function.
+        owners: the class of a method, or the modules that have the function.
         parameters: names that the function's signature must have.
-        wrapper: as for `wrap`.
+        wrapper: the same as for `wrap`.
 
     Raises:
-        CompatError: as for `wrap`.
+        CompatError: an owner has no such function, or its parameters do not fit the wrapper's.
     """
     for owner in owners:
         _original(owner, name)
@@ -118,7 +121,8 @@ def _wrapped(
             f"{owner.__name__}.{name} of this vLLM has no parameter "
             f"{', '.join(sorted(missing))}; {_known()}"
         )
-    # `getattr` binds a class method, therefore the signature lacks the first parameter.
+    # `getattr` binds a class method to its class, so that the signature does not have the first
+    # parameter.
     given = [original, owner] if inspect.ismethod(original) else [original]
     refused = _refused_parameter(signature, wrapper, given)
     if refused is not None:
@@ -137,10 +141,10 @@ def _wrapped(
 def _refused_parameter(
     original: inspect.Signature, wrapper: Callable[..., object], given: list[object]
 ) -> str | None:
-    """A parameter of the original that the wrapper does not accept, or None.
+    """The first parameter of the original function that the wrapper does not accept, or None.
 
     Args:
-        given: the arguments that the wrapper gets before the original's arguments.
+        given: the arguments that the wrapper gets before the arguments of the call.
     """
     kinds = inspect.Parameter
     taken = inspect.signature(wrapper)
@@ -161,7 +165,7 @@ def _refused_parameter(
 
 
 def check_version(version: str) -> None:
-    """Raises CompatError if the version of vLLM is not one from FIRST to LAST.
+    """Raises CompatError if this version of vLLM is not between FIRST and LAST.
 
     Args:
         version: the text of `vllm.__version__`.

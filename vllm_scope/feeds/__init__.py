@@ -1,13 +1,13 @@
 """Sends mixed rows of a data set to a trainer on the engine's host, through shared memory.
 
-Runs:  the feed starts a process for the engine's front-end. If the caller gave an LLM, the
+Runs:  the engine's front-end runs in a process that the feed starts. If the caller gave an LLM, the
        front-end runs on a thread of the trainer's process.
 
 `vllm_scope.stream` calls `start_feed` in start.py.
 
 mix.py       computes the rows of each batch from counts and a seed
 memory.py    the shared memory: slots of rows, and two counters
-messages.py  the messages between feeder and trainer
+messages.py  the messages from the feeder to the trainer
 feeder.py    the engine's side: writes rows of documents to the memory
 start.py     starts a feed
 row_feed.py  the trainer's side: returns batches

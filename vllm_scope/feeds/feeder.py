@@ -5,7 +5,7 @@
 CHANNEL and MEMORY are file descriptors. TRAINER is the trainer's process id.
 
 Owns:  `feed`, and `main` of the engine's process.
-Runs:  in a separate process. If the caller gave an LLM, on a thread of the trainer's process.
+Runs:  in a separate process, or on a thread of the trainer's process if the caller gave an LLM.
 From:  start.   To: row_feed (through memory and messages).
 
 Promise: each row is written one time, in the order of the documents. If no slot is free, the feeder
@@ -42,11 +42,11 @@ from vllm_scope.harvests.skipped import Skipped
 from vllm_scope.request.actions import Read
 from vllm_scope.request.spec import Spec
 
-#: If no slot is free, seconds between two reads of the trainer's counter.
+#: Seconds between two reads of the trainer's counter, while no slot is free.
 _LOOK_S = 0.001
-#: After the trainer has closed the feed or is gone, seconds within which this process must end.
+#: Seconds within which this process must end after the trainer has closed the feed or is gone.
 _PATIENCE_S = 30.0
-#: Largest number of characters of an error's text. The text must fit into a packet.
+#: Largest number of characters of an error's text. The text must fit into one message.
 _MOST_LETTERS = 4000
 
 
@@ -61,13 +61,13 @@ def feed(
     """Write the rows of all documents to the shared memory.
 
     Args:
-        memory: file descriptor of a memfd.
+        memory: the file descriptor of the memfd with the shared memory.
 
     Raises:
         ScopeError: a setting is wrong, or rows are missing.
         EOFError: the trainer has closed the feed or is gone.
     """
-    engine.settings(reads)  # raises if a layer has no tap
+    engine.settings(reads)  # raises an exception if a layer has no tap
     size, skipped = context_size(engine, settings.context), Skipped(reads)
     order: deque[bytes] = deque()
 
@@ -130,7 +130,7 @@ class _Writer:
 
     def put(self, values: Sequence[Tensor]) -> None:
         """Write n rows. Waits for free slots. Raises EOFError if the other end of the channel is
-        closed. values: for each field, a tensor [n, *shape]."""
+        closed. `values` has a tensor [n, *shape] for each field."""
         begin, count = self.num_written, len(values[0])
         wait_s = 0.0
         while (done := self.num_written - begin) < count:
@@ -159,7 +159,7 @@ def run(
     """Start an engine, or use the caller's LLM, then run `feed`. Errors are sent to the trainer.
 
     Args:
-        started: set after the engine has started.
+        started: an event that is set after the engine has started.
 
     Raises:
         EOFError: the trainer has closed the feed or is gone.
@@ -184,7 +184,8 @@ def _watch(channel: Channel, started: threading.Event) -> None:
     """Wait until the trainer has closed its feed or is gone, then end this process.
 
     If the engine is still starting, interrupt the start. If the engine runs, `feed` raises EOFError
-    and `run` closes the engine. If this process does not end within _PATIENCE_S, kill the process.
+    and `run` closes the engine. If this process does not end within _PATIENCE_S seconds, kill this
+    process.
     """
     channel.wait_for_end()
     if not started.is_set():

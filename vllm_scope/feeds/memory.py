@@ -1,4 +1,4 @@
-"""The memory that a feeder and a trainer share: slots of rows, and two counters.
+"""The memory that a feeder and a trainer share. The memory has slots for rows, and two counters.
 
 Owns:  Field, SharedRows.
 Runs:  the feeder writes rows and `num_written`. The trainer reads rows and writes `num_taken`.
@@ -6,9 +6,10 @@ Runs:  the feeder writes rows and `num_written`. The trainer reads rows and writ
 The memory is a memfd, which has no name in a file system. The kernel frees the memory when both
 processes have ended. The trainer makes the memfd with size 0. The feeder inherits the memfd.
 
-Promise: a row is in its slot before `num_written` counts the row. The trainer has copied a batch
-before `num_taken` counts the batch. Rows and counters are written by plain stores. The processors
-in ORDERED keep the order of stores.
+Promise: the feeder writes a row into its slot before `num_written` counts the row. The trainer
+copies a batch before `num_taken` counts the batch. Rows and counters are written with plain store
+instructions. On the processors in ORDERED, other cores see stores in the order in which the program
+makes them.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ from torch import Tensor
 
 #: A function that makes an uninitialised tensor of a shape and dtype.
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
-#: `platform.machine()` of processors on which other cores see stores in program order.
+#: The values of `platform.machine()` for processors on which other cores see stores in program
+#: order.
 ORDERED = ("x86_64", "AMD64")
-#: Number of bytes before the rows, and the int64 index of each counter in these bytes. Each counter
-#: has its own cache line.
+#: Number of bytes in the memory before the rows, and the index of each counter in these bytes,
+#: counted in int64 numbers. Each counter has its own cache line.
 _HEADER_BYTES, _WRITTEN, _TAKEN = 4096, 0, 8
 
 
 class Field(msgspec.Struct, frozen=True):
-    """A field of each row in the memory.
+    """One field of the rows in the memory. Each row has a value of this field.
 
     Attributes:
         name: `token_ids`, `positions`, or a stream such as `resid_post.5`.
-        dtype, shape: torch's name of the dtype, and the field's shape in one row.
+        dtype, shape: the name of the dtype in torch, and the shape of the field's value in one row.
     """
 
     name: str
@@ -59,10 +61,11 @@ TOKENS, POSITIONS = Field("token_ids", "int32"), Field("positions", "int32")
 
 
 class SharedRows:
-    """The shared memory, mapped by one side. The side that maps the memory first sets its size.
+    """The shared memory, as mapped into one of the two processes. The process that maps the memory
+    first sets the size of the memory.
 
     Args:
-        fd: file descriptor of the memfd.
+        fd: the file descriptor of the memfd.
         fields: the fields of each row.
     """
 
@@ -74,7 +77,7 @@ class SharedRows:
             os.ftruncate(fd, size)
         memory = mmap.mmap(fd, size)
         self._counters = np.frombuffer(memory, np.int64, _HEADER_BYTES // 8)
-        #: For each field, uint8 [num_slots, num_bytes].
+        #: The bytes of each field in all slots, uint8 [num_slots, num_bytes].
         self._columns = [
             np.frombuffer(memory, np.uint8, count, at).reshape(num_slots, -1)
             for at, count in zip(starts, counts, strict=True)
@@ -99,7 +102,7 @@ class SharedRows:
         self._counters[_TAKEN] = count
 
     def write(self, slots: np.ndarray, values: Sequence[Tensor]) -> None:
-        """Write rows into the slots, int64 [n].
+        """Write n rows into the slots with these numbers, int64 [n].
 
         Args:
             values: a tensor [n, *shape] for each field, in the fields' order.
@@ -116,13 +119,13 @@ class SharedRows:
         """A copy of the rows in some slots: a tensor [n, *shape] for each field.
 
         Args:
-            empty: makes the tensors that the rows are copied into.
+            empty: the function that makes the tensors into which the rows are copied.
         """
         found = []
         for field, column in zip(self.fields, self._columns, strict=True):
             into = empty((len(slots), field.num_bytes), torch.uint8)
-            # numpy copies on this thread alone, without the GIL. If the engine uses the cores,
-            # torch's threads would wait for each other.
+            # numpy copies the rows on this thread alone, without the GIL. If the engine uses the
+            # cores, torch's threads would wait for each other.
             np.take(column, slots, axis=0, out=into.numpy(), mode="clip")
             found.append(into.view(field.torch_dtype).view(len(slots), *field.shape))
         return found

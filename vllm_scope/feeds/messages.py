@@ -1,9 +1,10 @@
-"""The messages between a feeder and a trainer.
+"""The messages from a feeder to its trainer.
 
 Owns:  Settings, the messages, Channel.
-Runs:  on both sides.
+Runs:  in the feeder and in the trainer.
 
-Only the feeder sends messages. The trainer closes its end when it needs no more rows.
+Only the feeder sends messages. The trainer closes its end of the channel when the trainer needs no
+more rows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import msgspec
 from vllm_scope.feeds.memory import Field
 from vllm_scope.harvests.contexts import Long
 
-#: Largest number of bytes of a message. A message is one packet. The kernel allows more.
+#: Largest number of bytes of a message. A message is one packet, and the kernel allows larger
+#: packets.
 _MOST_BYTES = 1 << 17
 
 
@@ -40,7 +42,7 @@ class Order(msgspec.Struct, frozen=True):
     """The input of a feed. The engine's process gets the order on its standard input.
 
     Attributes:
-        dataset: a path or a name, or a list of texts, token ids or rows.
+        dataset: the path or the name of a data set, or a list of texts, of token ids or of rows.
         scope: the reads as a spec, in JSON.
         engine: the arguments of LLM.
     """
@@ -53,20 +55,20 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):
-    """The memory has its size, and rows will follow."""
+    """The feeder has set the size of the shared memory, and will now write rows."""
 
     fields: tuple[Field, ...]
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """All rows are written."""
+    """The feeder has written all rows."""
 
     num_rows: int
     num_skipped: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The feed has failed. No more rows will follow.
+    """The feed has failed. The feeder will write no more rows.
 
     Attributes:
         kind: the name of the error's class in errors.py.
@@ -85,8 +87,9 @@ class Channel:
     """One end of a pair of sockets.
 
     Args:
-        parent: if the process at the other end is the parent of this process, the parent's id. Else
-            None. Other children may keep the other end open after the parent has ended.
+        parent: if the process at the other end is the parent of this process, the process id of the
+            parent. Else None. Other child processes of the parent may keep the other end open after
+            the parent has ended.
     """
 
     def __init__(self, end: socket.socket, parent: int | None = None) -> None:
@@ -125,14 +128,14 @@ class Channel:
         """
         assert self._parent is not None
         ends = select.poll()
-        ends.register(self._end, 0)  # `poll` reports a hang-up without an event mask
+        ends.register(self._end, 0)  # `poll` always reports a hang-up, also if the event mask is 0
         with suppress(ProcessLookupError):
             ends.register(os.pidfd_open(self._parent), select.POLLIN)
-            if os.getppid() == self._parent:  # else the parent has ended
+            if os.getppid() == self._parent:  # if the ids differ, the parent has ended
                 ends.poll()
 
     def close(self) -> None:
-        """Close both directions, even if another process has a copy of this end."""
+        """Close both directions of the channel, even if another process has a copy of this end."""
         with suppress(OSError):  # the other end is already closed
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()

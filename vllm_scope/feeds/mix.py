@@ -1,14 +1,16 @@
-"""Computes from counts and a seed which rows each batch has, and in which slot each row lies.
+"""Computes, from counts and a seed, the rows of each batch and the slot of each row.
 
 Owns:  Mix.
-Runs:  in the feeder and in the trainer. Both sides compute the same plan and send no slot numbers.
+Runs:  in the feeder and in the trainer. The feeder and the trainer compute the same plan. Therefore
+       feeder and trainer need not send slot numbers.
 
 Batch k is drawn at random from the first `num_mixed + k * batch_size` rows, without the rows of
-earlier batches. At each draw, `num_mixed` rows wait in half of the slots. The feeder writes later
-rows into the other half. Therefore the two sides seldom wait for each other.
+earlier batches. When a batch is drawn, `num_mixed` rows wait in half of the slots. The feeder
+writes later rows into the other half of the slots. Therefore feeder and trainer seldom wait for
+each other.
 
 Promise: the batches depend only on the order of the rows, `num_slots`, `batch_size` and `seed`. The
-speed of the two sides does not change the batches.
+speed of the feeder and of the trainer does not change the batches.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ Ints = NDArray[np.int64]
 
 
 class Mix:
-    """The plan of one feed. Each call of `draw` advances the plan by one batch.
+    """The plan of one feed, that is, the rows of each batch and the slots of these rows. Each call
+    of `draw` advances the plan by one batch.
 
     Args:
-        num_slots: number of slots of the memory, at least twice `batch_size`.
+        num_slots: number of slots of the shared memory, at least twice `batch_size`.
 
     Attributes:
         num_drawn: number of batches drawn so far.
@@ -36,9 +39,11 @@ class Mix:
         self.num_mixed, self.num_drawn = num_slots // 2, 0
         self._size = batch_size
         self._random = np.random.default_rng(seed)
-        #: At index n % `num_slots`: the slot of row n. Row n gets the n-th slot to become free.
+        #: The slot of row n is at index n % `num_slots`. Row n gets the slot that becomes free as
+        #: the n-th slot.
         self._slots = np.arange(num_slots)
-        #: Slots of the rows from which a batch is drawn. The last batch took the slots at `_holes`.
+        #: Slots of the rows from which a batch is drawn. The last batch took the slots at the
+        #: indices `_holes` of the pool.
         self._pool = self._slots[: self.num_mixed].copy()
         self._holes = np.empty(0, np.int64)
 
@@ -49,17 +54,19 @@ class Mix:
 
     @property
     def num_writable(self) -> int:
-        """Number of rows that may be written so far. Further rows must wait for a free slot."""
+        """Number of rows that the feeder may write before the next batch is drawn. Further rows
+        must wait for a free slot."""
         return len(self._slots) + self.num_drawn * self._size
 
     def slots(self, start: int, stop: int) -> Ints:
-        """The slots of rows `start` to `stop` - 1, all among the last `num_slots` writable rows."""
+        """The slots of the rows `start` to `stop` - 1. These rows must be among the last
+        `num_slots` writable rows."""
         found: Ints = self._slots[np.arange(start, stop) % len(self._slots)]
         return found
 
     def draw(self) -> Ints:
-        """The slots of the next batch, [batch_size]. The slots are free after the batch is
-        copied."""
+        """The slots of the rows of the next batch, [batch_size]. The slots are free after the
+        trainer has copied the batch."""
         first = self.num_needed - len(self._holes)
         self._pool[self._holes] = self.slots(first, self.num_needed)
         self._holes = self._random.choice(self.num_mixed, self._size, replace=False)

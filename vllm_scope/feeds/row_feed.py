@@ -4,9 +4,9 @@ Owns:  RowFeed, Batch.
 Runs:  in the trainer's process.
 From:  feeder (through memory and messages).
 
-Promise: the trainer's side copies a row one time, from the shared memory into the batch, without
-the GIL. If the engine dies, the feed still returns each batch for which enough rows are written.
-Then the feed raises ScopeError.
+Promise: the trainer's side copies each row only one time, from the shared memory into the batch,
+without the GIL. If the engine dies, the feed still returns each batch for which enough rows are
+written. After these batches, the feed raises ScopeError.
 """
 
 from __future__ import annotations
@@ -32,25 +32,28 @@ from vllm_scope.files.buffers import Buffers
 from vllm_scope.files.index import parse_stream
 from vllm_scope.request.sites import SiteLayer
 
-#: The process or thread that runs the engine's side.
+#: The process or thread that runs the engine's side of the feed.
 Feeder = subprocess.Popen[bytes] | threading.Thread
-#: While rows are missing, seconds between two reads of the feeder's counter.
+#: Seconds between two reads of the feeder's counter, while rows of the next batch are missing.
 _LOOK_S = 0.001
 #: Number of batches whose memory is kept for reuse.
 _KEPT_BATCHES = 4
-#: Seconds within which a feeder's process must end: after the process has closed the channel, and
-#: after this side has closed the channel.
+#: Two time limits, in seconds, within which a feeder's process must end. The first limit counts
+#: from the time at which the feeder has closed the channel. The second limit counts from the time
+#: at which the trainer has closed the channel.
 _DEATH_S, _END_S = 5.0, 40.0
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of some tokens. The caller owns the tensors.
+    """The rows of some tokens. The tensors belong to the caller, and the feed does not change the
+    tensors later.
 
     Attributes:
         token_ids: int32 [batch_size].
         positions: int32 [batch_size]: the position of each token in its context.
-        rows: (site, layer) -> [batch_size, hidden_size]. Row i belongs to token i.
+        rows: the rows of each stream by (site, layer), [batch_size, hidden_size]. Row i belongs to
+            token i.
     """
 
     token_ids: Tensor
@@ -58,7 +61,7 @@ class Batch:
     rows: dict[SiteLayer, Tensor]
 
     def __getitem__(self, stream: SiteLayer) -> Tensor:
-        """The rows of a stream, [batch_size, hidden_size], CPU, in the stream's dtype.
+        """The rows of a stream on the CPU, [batch_size, hidden_size], in the stream's dtype.
 
         Raises:
             KeyError: the feed does not have this stream.
@@ -130,7 +133,7 @@ class RowFeed:
         return True
 
     def _hear(self) -> Message | None:
-        """The next message. None if no message arrives within _LOOK_S.
+        """The next message. None if no message arrives within _LOOK_S seconds.
 
         Raises ScopeError if the feeder has died.
         """
@@ -200,6 +203,6 @@ def _end_process(feeder: subprocess.Popen[bytes]) -> None:
     with suppress(subprocess.TimeoutExpired):
         feeder.wait(_END_S)
     if feeder.poll() != 0:
-        with suppress(ProcessLookupError):  # also kills the child processes
+        with suppress(ProcessLookupError):  # `killpg` also kills the child processes
             os.killpg(feeder.pid, signal.SIGKILL)
         feeder.wait()

@@ -1,11 +1,11 @@
-"""Starts a feed: checks its arguments, and starts the process or thread that runs its engine.
+"""Checks the arguments of a feed, and starts the process or thread that runs the feed's engine.
 
 Owns:  `start_feed` (`vllm_scope.stream` calls this function).
 To:    feeder (a process, or a thread if the caller gave an LLM), row_feed.
 
-Engine and trainer run in two processes, because they would slow each other down by sharing a GIL.
-The engine's process is started as a command, because multiprocessing needs `if __name__ ==
-"__main__"` in a script.
+The engine and the trainer run in two processes. In one process they would share a GIL, and would
+slow each other down. The engine's process is started as a command. multiprocessing is not used,
+because it needs `if __name__ == "__main__"` in the caller's script.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vllm_scope.harvests.start import check_reads
 from vllm_scope.request.actions import Read
 from vllm_scope.request.spec import scope
 
-#: The arguments of Python for the engine's process.
+#: The arguments with which Python starts the engine's process.
 COMMAND = ("-m", "vllm_scope.feeds.feeder")
 
 
@@ -113,8 +113,8 @@ def _encoded(
     try:
         found = dataset if isinstance(dataset, str) else list(dataset)
         order = Order(found, text, model, dict(engine), settings)
-        # `dumps` raises for values that JSON does not support. A text with half of a surrogate pair
-        # is sent. The feeder skips this text, as a harvest does.
+        # `dumps` raises for values that JSON does not support. A text that contains half of a
+        # surrogate pair is sent to the feeder. The feeder skips such a text, as a harvest does.
         return json.dumps(asdict(order) | {"settings": asdict(settings)}).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise SpecError(
@@ -129,7 +129,7 @@ def _process(order: bytes, end: int, memory: int) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE, pass_fds=(end, memory), start_new_session=True,
     )  # fmt: skip
     assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin as file:  # RowFeed reports the death
+    with suppress(BrokenPipeError), process.stdin as file:  # RowFeed reports a dead process
         file.write(order)
     return process
 

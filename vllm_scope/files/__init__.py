@@ -1,6 +1,6 @@
 """Writes captured rows to disk when requests end, and reads such rows. Needs no engine.
 
-Runs:  the writer runs in the process that drains rows. The reader runs anywhere.
+Runs:  the writer runs in the process that drains rows. The reader runs in any process.
 
 An engine's sink calls `open_writer`. An analysis calls `open`.
 

@@ -1,4 +1,4 @@
-"""Imports pyarrow, which only exports need."""
+"""Imports pyarrow, which only exports of captured rows need."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Reused memory for rows that wait for a file.
+"""Memory, which is used again and again, for rows that wait for a file.
 
 Owns:  Buffers.
-Runs:  `empty` on one thread. The thread that drops a tensor's last view returns the memory.
+Runs:  `empty` runs on one thread. The thread that drops the last view of a tensor returns the
+       memory of the tensor.
 
-The first write to a new page costs more than the copy. Copies were measured at 1.3 GB/s into new
-memory and at 13 GB/s into reused memory. malloc returns large freed blocks to the system at once.
-Therefore each large block from malloc is new memory.
+The first write to a new page of memory costs more than the copy of the rows. Copies were measured
+at 1.3 GB/s into new memory and at 13 GB/s into reused memory. malloc returns large freed blocks to
+the system at once. Therefore each large block from malloc is new memory.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from torch import Tensor
 
 from vllm_scope.batch.by_position import ONE_THREAD, joined_rows
 
-#: malloc allocates blocks below this size, because malloc keeps freed small blocks for reuse.
+#: torch allocates tensors that have fewer bytes than this number, because malloc keeps freed small
+#: blocks for reuse.
 SMALL_BYTES = 1 << 16
 
 
 class Buffers:
-    """Makes tensors. When the last view of a tensor is gone, the memory can be reused.
+    """Makes tensors. After the last view of a tensor is gone, its memory can be used again.
 
     Args:
-        most_bytes: limit of the bytes that are kept for reuse. Memory beyond the limit is freed.
+        most_bytes: largest number of bytes that are kept for reuse. Further memory is freed.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -53,7 +55,7 @@ class Buffers:
         if num_bytes < SMALL_BYTES:
             return torch.empty(shape, dtype=dtype)
         size = _size_class(num_bytes)
-        # The garbage collector may call `_put` at any time here. Deques allow this.
+        # The garbage collector may call `_put` at any time here. A deque allows such calls.
         free = self._free.setdefault(size, deque())
         try:
             memory = free.pop()
@@ -72,19 +74,19 @@ class Buffers:
 def _fresh(num_bytes: int) -> mmap.mmap:
     """New private memory, in pages of 2 MiB if the kernel has pages of this size.
 
-    The first write costs about as much for a page of 2 MiB as for a page of 4 KiB. Shared memory,
-    the default of Python's mmap, has pages of 4 KiB.
+    The first write to a page of 2 MiB costs about as much as the first write to a page of 4 KiB. By
+    default, Python's mmap makes shared memory, which has pages of 4 KiB.
     """
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # the kernel has no huge pages
+    with suppress(OSError):  # without huge pages in the kernel, the call fails
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def _size_class(num_bytes: int) -> int:
-    """`num_bytes`, rounded up to one of four sizes per power of two.
+    """`num_bytes`, rounded up to a size of a block. Between two powers of two there are four sizes.
 
-    Blocks of similar size can then reuse the same memory.
+    Tensors of similar sizes can then use the same memory, one after the other.
     """
     step = 1 << max(num_bytes.bit_length() - 3, 12)
     return -(-num_bytes // step) * step
@@ -93,8 +95,8 @@ def _size_class(num_bytes: int) -> int:
 def copy_rows(into: Tensor, rows: Tensor) -> None:
     """Copy rows [n, hidden_size]. Rows in host memory are copied on this thread alone.
 
-    torch would use a thread pool. If the engine uses the cores, the pool's threads wait for each
-    other. numpy releases the GIL during the copy.
+    torch would copy with a pool of threads. If the engine uses the cores, the threads of the pool
+    wait for each other. numpy releases the GIL during the copy.
     """
     if rows.device.type == "cpu" and rows.stride(-1) == 1:
         np.copyto(into.view(torch.uint8).numpy(), rows.detach().view(torch.uint8).numpy())
@@ -108,9 +110,9 @@ def cat_rows(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """The bytes of a CPU tensor, uint8 [num_bytes]. A view if the tensor is contiguous, else a
-    copy."""
+    """The bytes of a CPU tensor, uint8 [num_bytes]. The result is a view if the tensor is
+    contiguous, else a copy."""
     flat = tensor.detach().contiguous().reshape(-1)
-    if flat.stride(0) != 1:  # one-element and empty tensors can have any stride
+    if flat.stride(0) != 1:  # empty tensors and tensors of one element can have any stride
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8).numpy()

@@ -1,4 +1,4 @@
-"""One captured request, read from its files. Each pipeline stage has one file.
+"""One captured request, read from its files. Each pipeline stage of the model has its own file.
 
 Owns:  CapturedRequest, Piece.
 From:  reader (finds the files).   To: streams.
@@ -39,7 +39,7 @@ class Piece:
     """The part of a request that is in one file.
 
     Attributes:
-        name: the file's name, below the folder's root.
+        name: the name of the file, relative to the opened folder.
         prefix: the beginning of the names of the request's tensors in the file.
     """
 
@@ -67,7 +67,7 @@ class CapturedRequest:
 
     @property
     def status(self) -> str:
-        """`ok`, `partial` or `error`. `manifest.reason` is the reason."""
+        """`ok`, `partial` or `error`. The reason of the status is `manifest.reason`."""
         return self.manifest.status
 
     @cached_property
@@ -77,7 +77,6 @@ class CapturedRequest:
         }
 
     def keys(self) -> list[SiteLayer]:
-        """The streams that were captured."""
         return sorted(self._piece_of)
 
     def __contains__(self, stream: object) -> bool:
@@ -94,7 +93,7 @@ class CapturedRequest:
         return self.stored((site, layer)).positions
 
     def at(self, site: str, layer: int, positions: Sequence[int]) -> Tensor:
-        """The rows of some positions, in the order of the argument.
+        """The rows of some positions, in the order of the argument `positions`.
 
         Raises:
             KeyError: a stream or a position was not captured.
@@ -129,7 +128,7 @@ class CapturedRequest:
 
     @property
     def token_ids(self) -> Tensor:
-        """int32 [num_tokens]: the tokens of prompt and output."""
+        """The token ids of prompt and output, int32 [num_tokens]."""
         piece = self._pieces[0]
         manifest = piece.manifest
         tokens = self._files.get(piece.name).tensor(f"{piece.prefix}token_ids")
@@ -151,7 +150,7 @@ class CapturedRequest:
         return self.token_ids[self.manifest.num_prompt_tokens :]
 
     def stored(self, stream: SiteLayer) -> StoredStream:
-        """The stream, from which the caller can read single rows. Raises KeyError."""
+        """An object from which the caller can read single rows of the stream. Raises KeyError."""
         if stream not in self._piece_of:
             known = ", ".join(map(stream_name, self.keys())) or "none"
             raise KeyError(f"{stream!r} was not captured; captured are {known}")
@@ -184,7 +183,8 @@ def _codec(stream: IndexedStream, where: str) -> Codec:
 
 
 def _merge(pieces: Sequence[Piece]) -> IndexedRequest:
-    """One manifest for all stages. If a stage is missing, the status is `partial`."""
+    """One manifest for all pipeline stages of a request. If the file of a stage is missing, the
+    status is `partial`."""
     first = pieces[0].manifest
     if first.num_stages == 1:
         return msgspec.structs.replace(first, files=[pieces[0].name])

@@ -58,7 +58,7 @@ def card_of(
     """The text of README.md.
 
     Args:
-        widths: stream -> the number of values in its rows.
+        widths: the number of values in a row of each stream.
         dtype: the dtype of the exported rows.
     """
     streams = [r.manifest.streams[stream_name(s)] for r in requests for s in widths]
@@ -82,7 +82,8 @@ def card_of(
 
 
 def _escaped(text: str) -> str:
-    """The text with escapes. No character of the result has a meaning in Markdown or HTML."""
+    """The text with a backslash before each special character. The result has no characters with a
+    meaning in Markdown or HTML."""
     return re.sub(r"([\\`*_{}\[\]()<>#|~!&])", r"\\\1", text)
 
 
@@ -91,5 +92,5 @@ def _exact(stored: Sequence[str], dtype: str) -> str:
     if all(one == dtype for one in stored):
         return "each number has the same bits as in the captured files"
     if dtype == "float32":
-        return "each number equals the captured number, because float32 has all of them"
-    return "rounded, and finite numbers beyond 65,504 became 65,504"
+        return "each number equals the captured number, which float32 can represent"
+    return "each number is rounded, and finite numbers beyond 65,504 became 65,504"

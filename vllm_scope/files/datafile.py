@@ -1,4 +1,4 @@
-"""One data file, opened for reading: its tensors by name, mapped.
+"""Opens a data file, maps the file into memory, and returns its tensors by name.
 
 Owns:  MappedFile, NpzFile, and the checks that are made before memory is allocated.
 """
@@ -60,8 +60,8 @@ def open_data(folder: Folder, name: str, dtypes: dict[str, str]) -> MappedFile |
 
 
 class MappedFile:
-    """A safetensors file. Tensors are views of the page cache: only used pages are read from
-    disk."""
+    """A safetensors file. Tensors are views of the page cache. Only pages that are used are read
+    from disk."""
 
     def __init__(self, folder: Folder, name: str) -> None:
         self._name = name
@@ -86,16 +86,16 @@ class MappedFile:
 
 
 class NpzFile:
-    """A numpy archive. Each array is mapped, because the archive is not compressed."""
+    """A numpy archive. The archive is not compressed, therefore each array can be mapped."""
 
     def __init__(self, folder: Folder, name: str, dtypes: dict[str, str]) -> None:
         self._name = name
         self._dtypes = dtypes
-        folder.open(name)[0].close()  # raises if the file was replaced
+        folder.open(name)[0].close()  # raises FileError if the file was replaced
         with open(folder.local(name), "rb") as file:
             size = file.seek(0, 2)
             self._members = _members(file, size, name)
-            # Copy on write: if a caller writes to a tensor, the file does not change.
+            # Pages are copied on write. If a caller writes to a tensor, the file does not change.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def tensor(self, name: str) -> Tensor:
@@ -162,14 +162,14 @@ def _members(file: BinaryIO, size: int, name: str) -> dict[str, _Member]:
                 found[info.filename.removesuffix(".npy")] = (start, shape, dtype)
     except FileError:
         raise
-    except Exception as error:  # zipfile and numpy's parser raise many types
+    except Exception as error:  # zipfile and numpy's parser raise many types of exceptions
         raise FileError(f"{name} cannot be read: {error}") from None
     return found
 
 
 def _data_start(file: BinaryIO, info: zipfile.ZipInfo) -> int:
-    """The offset of a member's bytes in the file, after the local header, the name and the extra
-    field."""
+    """The offset in the file at which the bytes of an archive member begin. Before these bytes are
+    the member's local header, name and extra field."""
     file.seek(info.header_offset + 26)
     of_name, of_extra = struct.unpack("<HH", file.read(4))
     return info.header_offset + 30 + int(of_name) + int(of_extra)

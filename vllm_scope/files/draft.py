@@ -5,7 +5,7 @@
 
 Owns:  `export_speculators`.
 
-Source: ArrowDataset of speculators, and FileTransfer of hs-connectors.
+Source: the classes ArrowDataset of speculators and FileTransfer of hs-connectors.
 """
 
 from __future__ import annotations
@@ -41,19 +41,22 @@ def export_speculators(
 ) -> int:
     """Write a folder from which speculators trains draft models. Returns the number of samples.
 
-    A sample is one request, with rows of consecutive positions from 0 on. Rows keep their dtype.
+    A sample is one request, which has rows at consecutive positions from 0 on. The dtype of the
+    rows does not change.
 
     Args:
-        folder: an empty folder, or the path of a new one.
+        folder: an empty folder, or the path of a new folder.
         streams: the places whose rows the draft model reads, in the draft model's order. The last
             place must be `resid_post` of the captured model's last layer, because its rows enter
             the final norm.
-        loss_mask: a function from a request to one int for each row. None: 1 for each row.
+        loss_mask: a function that returns one int for each row of a request. If None, the loss mask
+            has 1 for each row.
 
     Raises:
         FileError: the folder is not empty, a request lacks rows of some tokens, a loss mask has the
             wrong length, the rows' widths or dtypes differ, or the last of `streams` is wrong. If
-            an earlier version wrote the files, the last of `streams` is not checked.
+            an earlier version of this package wrote the files, the last of `streams` is not
+            checked.
         KeyError: a place was not captured.
         ConfigError: pyarrow is missing.
     """
@@ -114,7 +117,7 @@ def _stacked(request: CapturedRequest, streams: Sequence[SiteLayer]) -> torch.Te
 
 
 def _tokens(request: CapturedRequest, streams: Sequence[SiteLayer]) -> torch.Tensor:
-    """int64 [rows]: the ids of the tokens that have a row in each stream.
+    """The ids of the tokens that have a row in each stream, int64 [rows].
 
     Raises:
         FileError: a stream's positions have a gap, or the streams have different numbers of rows.

@@ -3,8 +3,8 @@
 Owns:  `export_dataset` (one row per token), `export_saelens` (contexts of equal length, in
        SAELens's format). draft.py has `export_speculators`.
 
-All three functions write folders that `datasets.load_from_disk` reads. The functions do not import
-`datasets`. A file becomes visible only after it is complete.
+All three functions write folders that `datasets.load_from_disk` can read. The functions do not
+import `datasets`. A file becomes visible only after it is complete.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Dtype = Literal["float32", "float16"]
 #: The type of a column, as `datasets` writes it in JSON.
 _Feature = dict[str, object]
-#: Number of bytes of a batch, far below the 32-bit limit of the offsets of Arrow's lists.
+#: Number of bytes of a batch. Offsets in Arrow's lists have 32 bits and allow much larger batches.
 _BATCH_BYTES = 64 << 20
 
 
@@ -45,8 +45,8 @@ class Exported(int):
     """The number of contexts that were written.
 
     Attributes:
-        left_out: number of rows that are not in a context. Such rows are at the end of a request,
-            or before a gap in its positions.
+        left_out: number of rows that do not fill a whole context. Such rows are at the end of a
+            request, or before a gap in the positions of a request.
     """
 
     left_out: int
@@ -67,8 +67,8 @@ def export_dataset(
     has every number of the other dtypes.
 
     Args:
-        folder: an empty folder, or the path of a new one.
-        dtype: the dtype of the exported rows. Arrow has no bf16.
+        folder: an empty folder, or the path of a new folder.
+        dtype: the dtype of the exported rows. The dtype cannot be bf16, because Arrow has no bf16.
 
     Raises:
         FileError: the folder is not empty, or the streams of a request have different positions.
@@ -125,16 +125,19 @@ def export_saelens(
     context_size: int,
     dtype: Dtype = "float32",
 ) -> Exported:
-    """Write the folder for SAELens's `cached_activations_path`. Returns the number of contexts.
+    """Write a folder that SAELens can read with its option `cached_activations_path`. Returns the
+    number of contexts.
 
-    Each request is cut into contexts of `context_size` consecutive positions. Remaining rows, at
-    the request's end and before a gap, are left out and counted in `left_out` of the result.
+    Each request is cut into contexts of `context_size` consecutive positions. Rows at the end of a
+    request, or before a gap in its positions, that do not fill a context are left out. The result
+    counts these rows in `left_out`.
 
     Args:
-        hook_name: the column's name, as in SAELens's configuration: `blocks.5.hook_resid_post`.
+        hook_name: the name of the column, as in SAELens's configuration. An example is
+            `blocks.5.hook_resid_post`.
 
     Raises:
-        As `export_dataset`. Also ConfigError if `context_size` is below 1.
+        As `export_dataset`. Also raises ConfigError if `context_size` is below 1.
     """
     pa = arrow()
     stream = (site, layer)
@@ -198,7 +201,7 @@ def _context_starts(positions: np.ndarray, context_size: int) -> list[int]:
 def chosen(
     capture: Capture, streams: list[SiteLayer]
 ) -> tuple[list[CapturedRequest], dict[SiteLayer, int]]:
-    """(The requests that have all of the streams, stream -> width of its rows).
+    """Returns the requests that have all of the streams, and the width of the rows of each stream.
 
     Raises:
         ConfigError: `streams` is not a list of (site, layer).
@@ -231,7 +234,7 @@ def value_of(dtype: str) -> _Feature:
 
 
 def list_of(dtype: str, length: int = -1) -> _Feature:
-    """The type of a column of lists. A length of -1 allows lists of any length."""
+    """The type of a column of lists. If the length is -1, the lists may have any length."""
     return {"feature": value_of(dtype), "length": length, "_type": "List"}
 
 
@@ -262,11 +265,12 @@ def save(
 ) -> int:
     """Write the files that `Dataset.save_to_disk` writes. Returns the number of rows.
 
-    The file `state.json`, which readers need, becomes visible last.
+    The file `state.json`, without which the folder cannot be read, becomes visible last.
 
     Args:
-        form: the objects that readers get. None: Python's objects. "torch": tensors.
-        card: a function from the number of rows to the text of README.md. None: no card.
+        form: the type of the values that `datasets` returns. If None, Python objects. If "torch",
+            tensors.
+        card: a function that returns the text of README.md for a number of rows. None: no card.
     """
     pa = arrow()
     check_empty(folder)

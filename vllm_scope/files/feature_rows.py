@@ -1,12 +1,13 @@
 """Converts features to the rows of a stream in a sink's files, and back.
 
-Owns:  SUFFIX, `stored_features` and `features_in`.
+Owns:  SUFFIX, `stored_features`, `features_in`.
 Runs:  the process that writes rows calls `stored_features`. Any process may call `features_in`.
 To:    sinks.filesystem (writes), captured (reads).
 
-In a file the features called NAME are the stream `NAME.features`. The rows of the stream are
-float32 [n, 2 * places]: first the features' numbers, then the features' values. A place without a
-feature has the number -1. float32 represents every whole number up to 2^24 = 16,777,216.
+In a file, the features with the name NAME are stored as the stream `NAME.features`. The rows of the
+stream are float32 [n, 2 * places]. A row has first the numbers of its features, then the values of
+its features. A place without a feature has the number -1. float32 can represent every feature
+number up to 2^24 = 16,777,216.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from vllm_scope.codecs import make_codec
 from vllm_scope.codecs.packed import EncodedRows, Packing
 from vllm_scope.request.read_features import ReadFeatures
 
-#: The name of a stream of features is the features' name with this ending.
+#: The name of a stream of features is the name of the features, followed by this ending.
 SUFFIX = ".features"
 
 
 def stored_features(indices: Tensor, values: Tensor) -> EncodedRows:
-    """Features as rows that a file stores without a codec, even if other rows have a codec.
+    """Features as rows of a stream. A file stores these rows without a codec, even if other rows
+    have a codec.
 
     Args:
         indices: int32 [n, places]. -1 in a place without a feature.
@@ -36,6 +38,6 @@ def stored_features(indices: Tensor, values: Tensor) -> EncodedRows:
 
 
 def features_in(rows: Tensor, read: ReadFeatures) -> SparseRows:
-    """The features of rows that `stored_features` made."""
+    """The features in rows that `stored_features` made."""
     places = rows.shape[1] // 2
     return SparseRows(rows[:, :places].to(torch.int32), rows[:, places:], read=read)

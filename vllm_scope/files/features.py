@@ -1,6 +1,6 @@
 """Writes features as a sparse matrix in Parquet.
 
-Owns:  `write_parquet` (one result), `export_features` (all captured requests).
+Owns:  `write_parquet` (writes one result), `export_features` (writes all captured requests).
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ def export_features(capture: Capture, path: str | Path, name: str) -> int:
     """Write the features of all requests as a sparse matrix in Parquet. Returns the number of rows.
 
     A row is one active feature of one token. The columns are `request` (the uid in the manifest),
-    `position`, `token_id`, `index` and `value`. Rows are in the order of requests and positions. At
-    one position the strongest feature comes first. A token without an active feature has one row
-    whose `index` and `value` are null.
+    `position`, `token_id`, `index` and `value`. The rows are sorted by request and position. At one
+    position, the row of the strongest feature comes first. A token without an active feature has
+    one row whose `index` and `value` are null.
 
     Args:
-        name: the name in `Features(..., name=...)`. If `Features` has no name, the SAE's name.
+        name: the name of the features, `Features(..., name=...)`. Features without a name have the
+            name of their SAE.
 
     Raises:
         KeyError: no request has features with this name.

@@ -1,4 +1,5 @@
-"""Folders from which files are read: the protocol, and folders of this host.
+"""The protocol of folders from which files are read, and the implementation for folders of this
+host.
 
 Owns:  the Folder protocol, LocalFolder.
 """
@@ -18,29 +19,32 @@ SUFFIXES = (".safetensors", ".npz")
 
 
 class Folder(Protocol):
-    """Files below a root, for reading. Several threads may call the methods at the same time."""
+    """Files below a root, which can be read. Several threads may call the methods at the same
+    time."""
 
     def names(self) -> list[str]:
-        """The names of the data files, with `/` between folders, sorted."""
+        """The names of the data files, in sorted order, with `/` between the names of folders."""
         ...
 
     def open(self, name: str) -> tuple[BinaryIO, int]:
-        """(A data file, opened for reading at its first byte, its size in bytes). Raises
-        FileError."""
+        """Returns a data file that is open for reading at its first byte, and the size of the file
+        in bytes. Raises FileError."""
         ...
 
     def local(self, name: str) -> Path:
-        """The path of a local file that has the content of this data file. Raises FileError."""
+        """The path of a file on this host that has the content of this data file. Raises
+        FileError."""
         ...
 
 
 class LocalFolder:
-    """A folder with all subfolders, or (`only`) one file of the folder."""
+    """A folder with all subfolders. If `only` is given, only this file of the folder."""
 
     def __init__(self, root: Path, only: str | None = None) -> None:
         self._root = root
         self._only = only
-        #: Name -> (inode, size, modification time) of the file when the file was first opened.
+        #: Maps the name of a file to (inode, size, modification time) of the file when the file was
+        #: first opened.
         self._seen: dict[str, tuple[int, int, int]] = {}
 
     def names(self) -> list[str]:
@@ -62,7 +66,7 @@ class LocalFolder:
         path = self._root / name
         # Without O_NONBLOCK, `os.open` of a named pipe waits for a writer.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        if self._only is None:  # else the caller named this file
+        if self._only is None:  # follow a link only if the caller named this file
             flags |= os.O_NOFOLLOW
         try:
             fd = os.open(path, flags)

@@ -1,4 +1,4 @@
-"""The data about requests that is stored with their rows.
+"""The data about requests that is stored together with the rows of the requests.
 
 Owns:  RequestRecord (a writer's input when a request ends), IndexedRequest (the stored data,
        `request.manifest`), DocumentSpan, Index (all requests of one file), and their JSON.
@@ -20,14 +20,14 @@ from vllm_scope.request.sites import SiteLayer
 
 #: `ok`: the file has all requested rows. `partial`: rows are missing. `error`: see `reason`.
 Status = Literal["ok", "partial", "error"]
-#: From best to worst.
+#: The statuses, from the best to the worst.
 STATUSES: tuple[Status, ...] = get_args(Status)
 
 FORMAT = 1
-#: Limit of the size of an index that is read. Writers make smaller indexes only.
+#: Largest size in bytes of an index that is read. Writers make only smaller indexes.
 MAX_INDEX_BYTES = 1 << 30
-#: Limit of the number of pipeline stages in an index. Engines have fewer stages, but a damaged
-#: index may state any number.
+#: Largest number of pipeline stages in an index. Engines have fewer stages, but a damaged index may
+#: contain any number.
 MAX_STAGES = 1024
 
 
@@ -49,24 +49,26 @@ class DocumentSpan(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """The data of a request, or of one completion of a request, when the request ends.
+    """The data that a writer gets when a request, or one completion of a request, ends.
 
     Attributes:
         request_id: the engine's id of the request. Another run or replica may use the same id.
-        prompt_ids, output_ids: all tokens, with the token sampled last.
+        prompt_ids, output_ids: all token ids of the prompt and of the output, including the token
+            sampled last.
         model: name of the model.
-        expected: number of rows of this stage that were requested.
-        delivered: number of rows that reached the writer, one per position.
+        expected: number of requested rows of this pipeline stage.
+        delivered: number of rows that reached the writer. Each position of a stream counts once.
         dropped: number of rows that were lost.
         status: `ok`, `partial` (rows are missing) or `error`.
         reason: None if the status is `ok`.
-        tag: the folder of the request's file. Requests with the same tag share a folder.
-        name: the caller's name of the request. An earlier request with the same owner, tag and name
-            is replaced.
-        uid: unique among all requests. All stages and completions of a request have the same uid.
+        tag: the folder with the request's file. Requests with the same tag share a folder.
+        name: the name that the caller gave the request. The files of an earlier request with the
+            same owner, tag and name are replaced.
+        uid: an id that is unique among all requests. All stages and completions of a request have
+            the same uid.
         child: index of the completion if the request has n > 1.
         stage, num_stages: index of the pipeline stage of these rows, and number of stages.
-        owner: the request's owner, in letters and digits. "" if a root has one owner only.
+        owner: the request's owner, as letters and digits. "" if all files have the same owner.
         documents: the spans in the prompt of a harvested request, in order. Else empty.
         num_layers: the model's number of layers. None: not known.
     """
@@ -92,8 +94,8 @@ class RequestRecord:
 
     @property
     def num_positions(self) -> int:
-        """Number of processed positions. The token sampled last is not processed. Rows from this
-        token's position on belong to rejected drafts."""
+        """Number of processed positions. The token sampled last is not processed. Rows at the
+        position of this token and at later positions belong to rejected draft tokens."""
         return len(self.prompt_ids) + max(len(self.output_ids) - 1, 0)
 
 
@@ -101,9 +103,9 @@ class IndexedStream(msgspec.Struct, frozen=True):
     """The location and format of the rows of one stream of a request.
 
     Attributes:
-        shape: (num_rows, hidden_size) of the decoded rows.
+        shape: the shape of the decoded rows, (num_rows, hidden_size).
         dtype: the dtype of decoded rows.
-        codec: metadata for `codecs.codec_from`.
+        codec: the metadata from which `codecs.codec_from` makes the codec.
         file: the name of the file, in the folder of the manifest.
         first: the index of the request's first row in the file's stream.
         features: for a stream of features, the features that were read. Other streams, and files
@@ -166,7 +168,8 @@ class Index(msgspec.Struct, frozen=True):
     """The requests of one file.
 
     Attributes:
-        dtypes: name of a tensor that npz stores as bits of another dtype -> the tensor's dtype.
+        dtypes: the dtype of each tensor that npz stores as bits of another dtype, by the tensor's
+            name.
     """
 
     layout: Literal["per_request", "packed", "sharded", "npz"]
@@ -203,9 +206,9 @@ def stream_name(stream: SiteLayer) -> str:
 
 
 def parse_stream(name: str) -> SiteLayer:
-    """The stream of the name `site.layer`. Raises FileError for other names."""
+    """The stream whose name is `site.layer`. Raises FileError if the name has another form."""
     site, _, layer = name.rpartition(".")
-    # int() raises ValueError for thousands of digits.
+    # `int` raises ValueError for a number with thousands of digits.
     if not site or not layer.isascii() or not layer.isdigit() or len(layer) > 9:
         raise FileError(f"{shown(name)} names no stream; streams are `site.layer`.")
     return site, int(layer)

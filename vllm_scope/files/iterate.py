@@ -1,11 +1,12 @@
-"""Yields rows for training: every row one time, as fast as the disk reads rows.
+"""Yields each row one time for a training, as fast as the disk can read rows.
 
-Owns:  `iter_rows`, and the order of shuffled rows.
+Owns:  `iter_rows`, which also decides the order of shuffled rows.
 
 Disks are slow at many small reads. Therefore `iter_rows` does not permute single rows of the whole
-data set. Instead `iter_rows` permutes runs of neighbouring rows, and reads a pool of POOL_RUNS
-runs. Batches take the rows of a pool in random order. The kernel reads the runs of a pool ahead
-into the page cache. Each row is copied one time, from the page cache into its batch.
+data set. Instead, `iter_rows` permutes runs of neighbouring rows, and reads POOL_RUNS runs as one
+pool. Batches take the rows of a pool in random order. The kernel reads the runs of a pool into the
+page cache before the runs are used. Each row is copied one time, from the page cache into its
+batch.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from vllm_scope.errors import FileError
 from vllm_scope.files.buffers import Buffers
 from vllm_scope.files.streams import StoredStream
 
-#: Number of rows of a run: 1 MB if a row has 4096 bf16 values.
+#: Number of rows of a run. If a row has 4096 bf16 values, a run has 1 MB.
 RUN_ROWS = 128
 POOL_RUNS = 256
-#: Number of batches whose memory is kept for reuse after the caller has dropped the batches.
+#: After the caller has dropped batches, the memory of at most this many batches is kept for reuse.
 _KEPT_BATCHES = 4
-#: Largest number of mapped files. The kernel's page tables take 1/512 of the mapped bytes.
+#: Largest number of files that are mapped at the same time. The page tables of the kernel take
+#: 1/512 of the mapped bytes.
 _MOST_MAPPED = 512
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-#: (index of a stored stream, start, stop): the stream's rows start to stop - 1.
+#: (index of a stored stream, start, stop), for the rows `start` to `stop` - 1 of the stream.
 _Run = tuple[int, int, int]
 
 
@@ -45,11 +47,13 @@ def iter_rows(
     part: tuple[int, int] = (0, 1),
     skip: int = 0,
 ) -> Iterator[Tensor]:
-    """The rows of stored streams in batches. See Capture.iter_rows.
+    """Yields the rows of stored streams in batches. See Capture.iter_rows.
 
     Args:
-        part: (index, number of parts): yield only the rows of this part. Each row is in one part.
-        skip: number of batches to leave out at the beginning. Most of their rows are not read.
+        part: (index, number of parts). Only the rows of this part are yielded. Each row is in one
+            part.
+        skip: number of batches to leave out at the beginning. Most rows of these batches are not
+            read.
 
     Raises:
         ValueError: `batch_size` is below 1.
@@ -69,7 +73,8 @@ def iter_rows(
 
 
 def _joined(stored: Sequence[StoredStream]) -> list[StoredStream]:
-    """The streams. Streams whose rows follow each other in a shard are joined."""
+    """The streams. If the rows of some streams follow each other in a shard, these streams are
+    joined to one stream."""
     spans: list[StoredStream] = []
     for stream in stored:
         together = spans[-1].joined(stream) if spans else None
@@ -81,8 +86,8 @@ def _joined(stored: Sequence[StoredStream]) -> list[StoredStream]:
 
 
 def _runs(spans: Sequence[StoredStream], num_rows: int) -> list[_Run]:
-    """The spans, cut into runs of at most `num_rows` rows. If a codec is not rowwise, a span is a
-    run."""
+    """The spans, cut into runs of at most `num_rows` rows. If the codec of a span is not rowwise,
+    the whole span is a run."""
     found: list[_Run] = []
     for number, span in enumerate(spans):
         step, last = num_rows if span.codec.rowwise else span.num_rows, span.num_rows
@@ -120,7 +125,7 @@ def _shuffled(
         skipped = max(skipped - num_rows, 0)
         if not len(mixed):
             continue
-        # Read in file order, which is fast. The rows are mixed below.
+        # Read the rows in the order of the file, which is fast. The rows are mixed later.
         pool = _Pool(spans, [runs[i] for i in sorted(pool_of)], mapped)
         mixed = pool.starts[mixed]
         batches = batches or Buffers(_KEPT_BATCHES * batch_size * pool.memory.shape[1])
@@ -141,16 +146,17 @@ def _shuffled(
 class _Pool:
     """The rows of some runs. Encoded rows are decoded. Rows without a codec stay in mapped files.
 
-    One gather copies rows of many files into a batch.
+    One call copies rows of many files into a batch.
 
     Args:
-        mapped: a function from the index of a span without a codec to all rows of the span.
+        mapped: a function. For the index of a span without a codec, the function returns all rows
+            of the span.
 
     Attributes:
-        memory: uint8 [bytes, bytes of a row]: all memory from the first to the last row. Entry i
+        memory: all memory from the first to the last row, uint8 [bytes, bytes of a row]. Entry i
             begins at byte i, therefore entries overlap. Only the runs' bytes are read.
-        starts: int64 [rows]: the index of each row's first byte in `memory`.
-        kept: the tensors whose memory `memory` refers to. The pool keeps these tensors alive.
+        starts: the index of each row's first byte in `memory`, int64 [rows].
+        kept: the tensors whose memory `memory` uses. The tensors exist as long as the pool.
     """
 
     def __init__(
@@ -183,8 +189,8 @@ def _read_ahead(address: int, num_bytes: int) -> None:
 
 
 def _pools(order: list[int], runs: Sequence[_Run]) -> Iterator[list[int]]:
-    """The order, cut into pools of POOL_RUNS runs. If runs are longer than RUN_ROWS, a pool has
-    fewer runs and about the same number of rows."""
+    """The runs in their order, divided into pools of POOL_RUNS runs. If runs are longer than
+    RUN_ROWS, a pool has fewer runs, but about the same number of rows."""
     pool: list[int] = []
     num_rows = 0
     for i in order:
@@ -199,7 +205,7 @@ def _pools(order: list[int], runs: Sequence[_Run]) -> Iterator[list[int]]:
 
 
 def _batches(pieces: Iterator[Tensor], batch_size: int) -> Iterator[Tensor]:
-    """The pieces, cut and joined into batches. A piece of a batch's size is not copied."""
+    """Cuts the pieces and joins them to batches. A piece of the size of a batch is not copied."""
     waiting: list[Tensor] = []
     num_waiting = 0
     for piece in pieces:

@@ -1,9 +1,10 @@
 """Makes file names from the names that callers give their requests.
 
-Owns:  `clean` (maps any string to a name that is safe on every file system), `digest`, `place`.
+Owns:  `clean` (makes a name that is safe on every file system from any string), `digest`, `place`.
 
-Promise: a name has no separator and at most MAX_CHARS characters. A name is not hidden, and Windows
-does not reserve the name. Two different strings have different names.
+Promise: a name from `clean` has no path separator and at most MAX_CHARS characters. The name does
+not begin with a dot, and is not a name that Windows reserves. Two different strings get different
+names.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from vllm_scope.files.index import RequestRecord
 MAX_CHARS = 100
 _PLAIN = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_CHARS - 1}}}")
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
-#: Endings that a name must not have. A folder named `x.npz`, for example, could have the path of a
-#: data file.
+#: Endings that a name from `clean` must not have. A folder named `x.npz`, for example, could have
+#: the path of a data file.
 _OURS = (".json", ".safetensors", ".npz", ".")
 
 
 def clean(text: str) -> str:
-    """The string itself if it is safe. Else the string's safe characters, `~` and a digest."""
+    """If the string is safe, the string itself. Else the safe characters of the string, followed by
+    `~` and a digest."""
     if _PLAIN.fullmatch(text) and not _RESERVED.fullmatch(text) and not text.endswith(_OURS):
         return text
     safe = re.sub(r"[^A-Za-z0-9_-]+", "_", text)[: MAX_CHARS - 20]
@@ -38,9 +40,9 @@ def place(record: RequestRecord) -> str:
     """The path of a request's file, below the root and without its suffix.
 
     If the request has a name, the path depends only on owner, tag and name. A later request with
-    the same three values replaces the file. If the request has no name, the path has a digest of
-    the uid. Every engine counts request ids from zero, but a second run must not overwrite earlier
-    files.
+    the same owner, tag and name replaces the file. If the request has no name, the path has a
+    digest of the uid. Every engine counts request ids from zero. Without the digest, a second run
+    would overwrite earlier files.
     """
     stem = clean(record.name) if record.name is not None else clean(record.request_id)
     if record.name is None:

@@ -1,8 +1,9 @@
 """One numpy archive per request, for tools that read no other format.
 
-The arrays are the same as in `per_request`. numpy lacks bf16 and fp8. The bits of such values are
-stored as int16 and uint8, and the index has the true dtypes. The index is in the archive, as the
-array `vllm_scope` (JSON as bytes), and in a file in the same folder.
+The arrays are the same as in `per_request`. numpy has no dtypes for bf16 and fp8. Therefore the
+bits of bf16 values are stored as int16, and the bits of fp8 values are stored as uint8. The index
+has the original dtypes. The index is in the archive, as the array `vllm_scope` (JSON as bytes), and
+in a file in the same folder.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from vllm_scope.files.index import Index, IndexedRequest
 from vllm_scope.files.per_request import KEY, PerRequestLayout, publish_indexed
 from vllm_scope.files.publish import whole_writes
 
-#: dtype that numpy lacks -> the dtype as which the bits are stored.
+#: For each dtype that numpy does not have, the dtype with which the bits are stored.
 BITS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 
 

@@ -1,6 +1,6 @@
-"""How captured rows are written: the options of a writer.
+"""The options of a writer of captured rows.
 
-Owns:  FileOptions and its checks.
+Owns:  FileOptions, and the checks of its values.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ CodecName = Literal["none", "fp16", "fp8", "int8", "full8", "rp8", "topk8", "zst
 
 
 class FileOptions(BaseModel):
-    """The root of the files, and the format in which files are written.
+    """Where and how a writer writes files.
 
     Attributes:
-        root: a folder, or a URL that fsspec supports. The writer makes a missing folder. All files
-            are written below the root.
-        layout: `per_request` and `npz`: one file per request. `packed`: one file for several
-            requests, with separate tensors for each request. `sharded`: large files whose tensors
-            have the rows of many requests.
+        root: a folder, or a URL that fsspec supports. If the folder does not exist, the writer
+            makes the folder. All files are written below the root.
+        layout: `per_request` and `npz` write one file per request. `packed` writes one file for
+            several requests, with separate tensors for each request. `sharded` writes large files
+            whose tensors have the rows of many requests.
         codec: see docs/codecs.md.
         codec_options: options of the codec.
-        fsync: call fsync on each file before the file becomes visible, then on its folder.
-        file_mib: `packed` and `sharded` begin a new file at this size.
-        packed_requests: `packed` begins a new file after this number of requests.
-        mode: the mode of local files, in octal. If a user may read the files, the user may also
-            enter the folders that the writer makes. An existing root keeps its mode.
-        key_folders: only for requests over HTTP and the layouts `per_request` and `npz`. True: each
-            API key has a folder, whose name is `key-` and a digest. False: all API keys share the
-            folders, and a request may replace the file of another API key.
+        fsync: if True, call fsync on each file before the file becomes visible, then call fsync on
+            the folder of the file.
+        file_mib: the layouts `packed` and `sharded` begin a new file when a file has this size.
+        packed_requests: the layout `packed` begins a new file after this number of requests.
+        mode: the permissions of local files, as an octal number, such as '640'. If a user may read
+            the files, the user may also enter the folders that the writer makes. The permissions of
+            an existing root do not change.
+        key_folders: only for requests over HTTP and the layouts `per_request` and `npz`. If True,
+            each API key has a folder, whose name is `key-` and a digest. If False, all API keys
+            share the folders, and a request may replace the file of another API key.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -71,8 +73,8 @@ class FileOptions(BaseModel):
 
     @staticmethod
     def parse(body: object) -> FileOptions:
-        """The checked options. Raises ConfigError with the option, its value, and the allowed
-        values."""
+        """The checked options. Raises ConfigError if an option is wrong. The text has the option,
+        its value, and the allowed values."""
         if not isinstance(body, Mapping):
             raise ConfigError(f"the file options are {shown(body)}; they must be an object.")
         options = checked(FileOptions, body, "file option ")
@@ -85,7 +87,7 @@ class FileOptions(BaseModel):
                     f"{', '.join(own) or 'no options'}."
                 )
         # Check the values of the codec's options before rows arrive. The width of rows is not known
-        # here. Therefore `k` is checked with a width that allows `k`.
+        # here. Therefore the codec's option `k` is checked with a width that allows this `k`.
         k = options.codec_options.get("k")
         width = min(k, MAX_HIDDEN_SIZE) if isinstance(k, int) and k > 0 else 1024
         make_codec(options.codec, width, torch.float32, **options.codec_options)

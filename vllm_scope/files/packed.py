@@ -1,4 +1,4 @@
-"""Several requests per safetensors file, each with tensors of its own.
+"""Writes several requests into one safetensors file, with separate tensors for each request.
 
     0/resid_post.5, 0/resid_post.5.positions, 0/token_ids, 1/resid_post.5, ...
 
@@ -45,7 +45,7 @@ class PackedLayout(FileLayout):
         stored = Stored(manifest, self._published)
         full = self._nbytes >= self._options.file_bytes
         if full or len(self._manifests) >= self._options.packed_requests:
-            # Suppress the error here: the futures of the requests have the error.
+            # Suppress the error here, because the futures of the requests have the error.
             with suppress(FileError):
                 self.flush()
         return stored

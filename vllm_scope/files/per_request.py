@@ -26,12 +26,13 @@ KEY = "vllm_scope"
 
 
 def part_key(stream: str, part: str) -> str:
-    """The name of the tensor with a codec's part of a stream. For plain rows, the stream's name."""
+    """The name of the tensor that has one part of a stream with a codec. For rows without a codec,
+    the name of the stream."""
     return stream if part == "rows" else f"{stream}.{part}"
 
 
 def tensors_of(request: FinishedRequest, prefix: str = "") -> dict[str, list[Tensor]]:
-    """Name of a tensor of the request -> the tensor as pieces along the first axis."""
+    """The tensors of the request, by name. A tensor is a list of pieces along the first axis."""
     found = {f"{prefix}token_ids": [request.token_ids]}
     for name, stream in request.streams.items():
         found[f"{prefix}{name}.positions"] = [torch.from_numpy(stream.positions)]
@@ -49,7 +50,8 @@ def publish_indexed(publisher: Publisher, name: str, write: Write, body: bytes) 
 def publish_tensors(
     publisher: Publisher, stem: str, tensors: dict[str, list[Tensor]], index: Index
 ) -> None:
-    """Publish a safetensors file with the index in its metadata, then the index as `.json`."""
+    """Publish a safetensors file that has the index in its metadata, then a `.json` file with the
+    same index."""
     body = index.encode()
     write = partial(write_tensors, tensors=tensors, metadata={KEY: body.decode()})
     publish_indexed(publisher, f"{stem}.safetensors", write, body)

@@ -1,11 +1,12 @@
-"""Files that become visible whole, or not at all.
+"""Writes files that become visible only when they are complete.
 
-Owns:  LocalPublisher, and its lock file (a locked file shows that the writer still runs).
+Owns:  LocalPublisher, and the lock file of each publisher. A locked file shows that its writer
+       still runs.
 Runs:  in every process that writes files. Several publishers may share a root.
 
-Promise: a visible file is complete. A file is written under a hidden temporary name in its folder,
-then renamed. An index becomes visible after the rows that the index names. A killed writer leaves
-only hidden files. The next writer of the root removes these hidden files.
+Promise: a visible file is complete. A file is first written under a hidden temporary name in its
+folder, and is then renamed. An index becomes visible after the rows that the index names. A killed
+writer leaves only hidden files. The next writer of the root removes these hidden files.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ class Publisher(Protocol):
         Existing files of the same names are replaced.
 
         Args:
-            files: name -> a function that writes the content to an empty, unbuffered file. Names
-                are relative to the root, with `/` between folders, and all in one folder.
+            files: for each name, a function that writes the content to an empty, unbuffered file.
+                Names are relative to the root, with `/` between folders, and name files of one
+                folder.
 
         Raises:
-            FileError: a file cannot be written. If a rename failed, files that were already renamed
-                stay visible, because the replaced files are gone. If the folder's fsync failed, all
-                files stay visible. Otherwise no file is visible.
+            FileError: a file cannot be written. If a rename fails, files that were already renamed
+                stay visible, because the replaced files are gone. If the fsync of the folder fails,
+                all files stay visible. After any other failure, no file is visible.
         """
         ...
 
@@ -52,8 +54,8 @@ class Publisher(Protocol):
 
 @contextmanager
 def whole_writes(file: BinaryIO) -> Iterator[BinaryIO]:
-    """A file whose `write` writes all bytes or raises OSError. For libraries that do not check the
-    number of bytes written."""
+    """A file whose `write` writes all bytes or raises OSError. This class is for libraries that do
+    not check the number of bytes written."""
     buffer = io.BufferedWriter(file, 1 << 20)
     try:
         yield buffer
@@ -69,14 +71,15 @@ def write_bytes(file: BinaryIO, body: bytes | memoryview) -> None:
 
 
 class LocalPublisher:
-    """Publishes below a local folder. A missing folder is made.
+    """Publishes files below a local folder. The folder is made if it does not exist.
 
     Args:
-        mode: the mode of files. If a user may read the files, the user may also enter the new
-            folders. By default only this user may read: files can have private text.
+        mode: the permissions of the files. If a user may read the files, the user may also enter
+            the new folders. By default, only the user of this process may read the files, because
+            files can have private text.
 
     Attributes:
-        identity: part of the names of this writer's temporary files and lock.
+        identity: part of the names of this writer's temporary files and lock file.
     """
 
     def __init__(self, root: Path, fsync: bool = False, mode: int = 0o600) -> None:
@@ -116,7 +119,7 @@ class LocalPublisher:
         # The path must not be a link that another user made.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(temporary, flags, 0o600), "wb", buffering=0) as file:
-            os.fchmod(file.fileno(), self._mode)  # whatever the umask is
+            os.fchmod(file.fileno(), self._mode)  # the umask must not change the mode
             write(file)
             if self._fsync:
                 os.fdatasync(file.fileno())
@@ -130,9 +133,10 @@ class LocalPublisher:
             raise NotADirectoryError(f"{self._root} is not a folder")
 
     def _make(self, folder: Path) -> None:
-        """Make a folder with the folder mode. Raises FileExistsError."""
+        """Make a folder with the permissions of this publisher's folders. Raises
+        FileExistsError."""
         folder.mkdir(0o700)
-        folder.chmod(self._folder_mode)  # whatever the umask is
+        folder.chmod(self._folder_mode)  # the umask must not change the mode
         if self._fsync:
             fsync_folder(folder.parent)
 
@@ -157,8 +161,8 @@ class LocalPublisher:
 
 
 def _lock(root: Path, mode: int) -> tuple[str, int]:
-    """(A new identity, the descriptor of the lock's file). The kernel releases the lock when this
-    process ends or is killed."""
+    """Returns a new identity, and the file descriptor of the locked lock file. The kernel releases
+    the lock when this process ends or is killed."""
     while True:
         identity = secrets.token_hex(8)
         path = root / f".scope-{identity}.lock"
@@ -177,7 +181,7 @@ def _lock(root: Path, mode: int) -> tuple[str, int]:
 
 
 def _remove_leftovers(root: Path, own: str) -> None:
-    """Remove the lock files of dead writers, and the temporary files of dead writers."""
+    """Remove the lock files and the temporary files of writers that no longer run."""
     alive = {own}
     for file in list(os.scandir(root)):
         found = _LOCK.fullmatch(file.name)
@@ -188,7 +192,8 @@ def _remove_leftovers(root: Path, own: str) -> None:
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             found = _TEMPORARY.fullmatch(name)
-            # A writer that started after the scan made its lock file before its temporary files.
+            # A writer makes its lock file before its temporary files, also if the writer started
+            # after the scan for lock files.
             if found and found[1] not in alive and not (root / f".scope-{found[1]}.lock").exists():
                 with suppress(FileNotFoundError):
                     os.unlink(os.path.join(folder, name))
@@ -197,8 +202,8 @@ def _remove_leftovers(root: Path, own: str) -> None:
 def _removed(path: str) -> bool:
     """Remove a lock file if no process holds the lock. Returns True if the file is gone.
 
-    This process holds the lock while it unlinks the file. If another writer has made the file and
-    not locked it yet, the other writer then sees that the file is gone.
+    This process holds the lock while it removes the file. Another writer may have made the file and
+    not locked the file yet. This writer then sees that the file is gone.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -218,7 +223,7 @@ def _removed(path: str) -> bool:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk. Raises OSError."""
+    """Call fsync on a folder, so that the names in the folder are on the disk. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -29,10 +29,11 @@ from vllm_scope.request.sites import SiteLayer
 
 
 class Capture:
-    """Captured requests, in the order of file names. Requests of one file are in the order of their
-    ends.
+    """Captured requests, in the order of file names. The requests of one file are in the order in
+    which they ended.
 
-    `[...]` takes an index, a name or a request id. `find` also matches tags, statuses and owners.
+    The key in `capture[key]` is an index, a name or a request id. `find` can also search for tags,
+    statuses and owners.
     """
 
     def __init__(self, requests: list[CapturedRequest]) -> None:
@@ -102,12 +103,14 @@ class Capture:
         """Yield each row of a stream one time, in batches [batch_size, hidden_size]. The last batch
         may be smaller.
 
-        Without `shuffle` and without a codec, a batch may be a view of the file. `shuffle` reads
-        runs of neighbouring rows, and mixes the rows of many runs. See vllm_scope.files.iterate.
+        If `shuffle` is False and the stream has no codec, a batch may be a view of the file.
+        `shuffle` reads runs of neighbouring rows, and mixes the rows of many runs. See
+        vllm_scope.files.iterate.
 
         Args:
-            shuffle: True: yield rows in random order. Equal seeds give equal orders.
-            part: (index, number of parts), for several readers. Each row is in one part.
+            shuffle: if True, yield rows in a random order. The same seed gives the same order.
+            part: (index, number of parts), if several processes read the rows. Each row is in one
+                part.
             skip: number of batches to leave out at the beginning.
 
         Raises:
@@ -126,7 +129,7 @@ class Capture:
 def open(path: str | os.PathLike[str]) -> Capture:
     """The requests below a folder, in a file, or below a URL that fsspec supports.
 
-    Reads only indexes. Rows are read when the caller accesses them. Files of other programs are
+    Reads only indexes. Rows are read when the caller accesses the rows. Files of other programs are
     skipped.
 
     Raises:
@@ -134,7 +137,8 @@ def open(path: str | os.PathLike[str]) -> Capture:
     """
     folder = find_folder(path)
     files = OpenFiles(folder)
-    #: (uid, child, num_stages) of a request -> stage -> the stage's pieces, usually one piece.
+    #: The pieces of each request, by (uid, child, num_stages) of the request and by pipeline stage.
+    #: A stage usually has one piece.
     groups: dict[tuple[str, int, int], dict[int, list[Piece]]] = {}
     for name in folder.names():
         index = read_index(folder, name)
@@ -152,7 +156,7 @@ def open(path: str | os.PathLike[str]) -> Capture:
 
 
 def _requests(stages: dict[int, list[Piece]]) -> list[list[Piece]]:
-    """The pieces of each request, in stage order. If a request was stored twice, there are two
-    requests."""
+    """The pieces of each request, in the order of the pipeline stages. If a request was stored
+    twice, the result has two requests."""
     of_requests = zip_longest(*(stages[stage] for stage in sorted(stages)))
     return [[piece for piece in pieces if piece is not None] for pieces in of_requests]

@@ -1,10 +1,10 @@
-"""Roots that are URLs of object stores, other hosts or memory, through fsspec.
+"""Writes and reads files below URLs of object stores, of other hosts or of memory, through fsspec.
 
 Owns:  RemotePublisher, RemoteStaged, RemoteFolder, `read_remote`.
 
-Files are written to a local temporary folder, uploaded under a temporary name, then moved. A reader
-downloads each file one time to a temporary folder. The folder exists as long as the reader. The
-rows are then mapped as in a local file.
+Each file is written to a local temporary folder, uploaded under a temporary name, and then moved to
+its name. A reader downloads each file one time to a temporary folder. The temporary folder exists
+as long as the reader. The downloaded files are mapped into memory like other local files.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ def _file_system(url: str) -> tuple[AbstractFileSystem, str]:
 
 
 def read_remote(url: str, name: str) -> bytes | None:
-    """The content of a small file below a URL. None if there is no such file. Raises FileError."""
+    """The content of a small file below a URL. None if the file does not exist. Raises
+    FileError."""
     system, root = _file_system(url)
     try:
         system.invalidate_cache()
         body: bytes = system.cat_file(f"{root}/{name}")
     except FileNotFoundError:
         return None
-    except Exception as error:  # each file system has its own exceptions
+    except Exception as error:  # each file system of fsspec raises exceptions of its own
         raise FileError(f"{url}/{name} cannot be read: {error}") from None
     return body
 
 
 class RemotePublisher:
-    """Publishes below a URL."""
+    """Publishes files below a URL."""
 
     def __init__(self, url: str) -> None:
         self._system, self._root = _file_system(url)
@@ -73,7 +74,7 @@ class RemotePublisher:
                 self._system.put_file(str(path), temporary)
             for temporary, name in zip(hidden, names, strict=True):
                 self._system.mv(temporary, name)
-        except Exception as error:  # each file system has its own exceptions
+        except Exception as error:  # each file system of fsspec raises exceptions of its own
             for temporary in hidden:
                 with suppress(Exception):
                     self._system.rm_file(temporary)
@@ -102,7 +103,7 @@ class RemoteStaged:
         try:
             self._system.invalidate_cache()
             files = self._system.find(start.rstrip("/"))
-        except Exception as error:  # each file system has its own exceptions
+        except Exception as error:  # each file system of fsspec raises exceptions of its own
             raise FileError(f"{self._url} cannot be read: {error}") from None
         found = {file[len(start) :].partition("/")[0] for file in files if file.startswith(start)}
         return sorted(f"{self._url}/{self._folder}/{name}" for name in found)
@@ -112,7 +113,7 @@ class RemoteStaged:
         try:
             for name in names:
                 self._system.mv(f"{inside}/{name}", f"{self._root}/{name}")
-        except Exception as error:  # each file system has its own exceptions
+        except Exception as error:  # each file system of fsspec raises exceptions of its own
             raise FileError(f"{place} cannot be moved to {self._url}: {error}") from None
 
     def remove(self, place: str) -> None:
@@ -142,7 +143,7 @@ class RemoteFolder:
         if self._only is not None:
             return [self._only]
         found: list[str] = []
-        self._system.invalidate_cache()  # other processes write files below this URL
+        self._system.invalidate_cache()  # other processes may write files below this URL now
         for path in self._system.find(self._root):
             name = path[len(self._root) :].lstrip("/")
             hidden = any(part.startswith(".") for part in name.split("/"))
@@ -159,7 +160,7 @@ class RemoteFolder:
 
     def local(self, name: str) -> Path:
         folder = Path(self._fetched.name)
-        # A name in a listing could have a path outside the folder.
+        # A name in a listing could be a path that leads out of the folder.
         path = folder / name
         if ".." in Path(name).parts or not path.is_relative_to(folder):
             raise FileError(f"{name!r} is not a name below {self._root}")

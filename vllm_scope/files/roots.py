@@ -1,4 +1,4 @@
-"""Roots: a folder of this host, one file, or a URL.
+"""Opens roots for writing and reading. A root is a folder of this host, one file, or a URL.
 
 Owns:  `make_publisher` (writes below a root), `find_folder` and `read_file` (read below a root).
 """
@@ -18,7 +18,7 @@ def make_publisher(root: str, fsync: bool, mode: int = 0o600) -> Publisher:
     """A publisher for a folder, or for a URL that fsspec supports.
 
     Args:
-        mode: the mode of local files.
+        mode: the permissions of local files.
 
     Raises:
         FileError: the root cannot be written to.
@@ -45,7 +45,8 @@ def find_folder(path: str | os.PathLike[str]) -> Folder:
 
 
 def read_file(root: str, name: str) -> bytes | None:
-    """The content of a small file of a root. None if there is no such file. Raises FileError."""
+    """The content of a small file below a root. None if the file does not exist. Raises
+    FileError."""
     if "://" in root:
         return read_remote(root, name)
     try:

@@ -29,12 +29,13 @@ from vllm_scope.request.sites import SiteLayer
 
 @dataclass(frozen=True)
 class Stream:
-    """Rows of one (site, layer).
+    """The rows of one stream (site, layer) of a request.
 
     Attributes:
         positions: int64 [n], ascending.
         blocks: the n rows, in one or more blocks [some, hidden_size].
-        codec: the codec of rows that arrived encoded. The blocks then have the encoded bytes.
+        codec: the codec of the rows, if the rows arrived encoded. The blocks then have the encoded
+            bytes.
         read: if the rows are features, the features that were read.
     """
 
@@ -49,8 +50,8 @@ class RequestWriter:
 
     Args:
         buffers: memory for copies of the rows.
-        copies: False: keep rows on the CPU without a copy if the rows fill at least half of their
-            storage. The caller must not change the rows until the rows are published.
+        copies: if False, keep rows on the CPU without a copy, provided that the rows fill at least
+            half of their storage. The caller must not change these rows before they are published.
     """
 
     def __init__(
@@ -73,18 +74,20 @@ class RequestWriter:
         rows: Tensor | EncodedRows,
         read: ReadFeatures = NOT_KNOWN,
     ) -> None:
-        """Add some rows. If a position is written twice, the last row stays.
+        """Add some rows. If a position is written twice, the last row is kept.
 
         Args:
-            site, layer: the stream. `embed` has layer 0.
-            positions: int64 [n], absolute.
-            rows: [n, hidden_size], model dtype, on any device. Or n encoded rows, which are stored
-                unchanged, without the writer's codec.
-            read: if the rows are features, the features that were read. Equal in all calls.
+            site, layer: the stream. The site `embed` has layer 0.
+            positions: the absolute positions of the rows, int64 [n].
+            rows: [n, hidden_size], in the model's dtype, on any device. The rows can also be n
+                encoded rows, which are stored unchanged. The writer's codec is not applied to
+                encoded rows.
+            read: if the rows are features, the features that were read. All calls for a stream must
+                have the same value.
 
         Raises:
-            ValueError: shapes, dtypes or codecs do not agree, or differ from the stream's earlier
-                rows.
+            ValueError: the shapes of the arguments do not fit together, or the shape, dtype or
+                codec differs from earlier rows of the stream.
         """
         codec = None
         self._read[site, layer] = read
@@ -128,7 +131,7 @@ class RequestWriter:
 def _fills_its_memory(rows: Tensor) -> bool:
     """True if the rows are on the CPU and take at least half of their storage.
 
-    Rows of other layers that lie between these rows count as used memory.
+    If rows of other layers lie between these rows, the other rows count as used storage.
     """
     used = len(rows) * rows.stride(0) * rows.itemsize
     return rows.device.type == "cpu" and 2 * used >= rows.untyped_storage().nbytes()

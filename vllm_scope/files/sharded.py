@@ -1,4 +1,4 @@
-"""Rows of many requests in a few large files: the layout for training.
+"""Writes the rows of many requests into a few large files. This layout is for training.
 
     resid_post.5             [tokens, hidden_size]   with a codec, its parts: resid_post.5.q, ...
     resid_post.5.request     int32 [tokens]          number of the request in the index
@@ -8,13 +8,13 @@
     vllm_scope               uint8 [bytes]           the index, as JSON
     resid_post.5.<name>      tensors that the writer's `Summary` makes of the rows, if it has one
 
-A `.json` file in the same folder has the same index, for people. In the shard the index is a
-tensor. The header of a safetensors file has a size limit, and the index of many small requests can
-be larger.
+A `.json` file in the same folder has the same index, for people. In the shard, the index is a
+tensor. The index is not in the header of the file, because a safetensors header has a size limit,
+and the index of many small requests can be larger.
 
-Owns:  ShardedLayout, and the shards.
+Owns:  ShardedLayout, and the shards that it fills.
 Runs:  `add` on the caller's thread keeps the pieces without a copy. Two or more threads write
-       shards. One thread can fill the page cache while another thread waits for the disk.
+       shards. While one thread waits for the disk, another thread can fill the page cache.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ from vllm_scope.files.publish import Publisher
 from vllm_scope.files.stored import FileLayout, FinishedRequest, Stored, settling
 from vllm_scope.files.tensors import joined, write_tensors
 
-#: Default number of shards written at the same time. If one more shard is full, `add` waits.
+#: Default number of shards that are written at the same time. If another shard is full, `add`
+#: waits.
 NUM_WRITERS = 2
 #: Largest number of shards that are filled at the same time. Rows of one stream with different
-#: codecs need different shards. If one more shard is needed, the oldest shard is written.
+#: codecs need different shards. If another shard is needed, the oldest shard is written.
 MOST_OPEN = 4
 #: Smallest number of rows of a block that is decoded for a Summary. The last block can be smaller.
 BLOCK_ROWS = 4096
-#: A function from the decoded rows of one stream of a shard, in blocks [some, hidden_size], to
-#: tensors by name. The threads that write shards call this function.
+#: A function that gets the decoded rows of one stream of a shard, in blocks [some, hidden_size],
+#: and returns tensors by name. The threads that write shards call this function.
 Summary = Callable[[Iterator[Tensor]], dict[str, Tensor]]
 
 
@@ -56,10 +57,11 @@ class _Rows:
     """The rows of one stream in a shard.
 
     Attributes:
-        parts: part of the codec -> the part's pieces, of all requests.
-        requests: the number of each request that has rows in this stream.
-        firsts: for each of these requests, the index of its first token in the shard's token ids.
-        positions: for each of these requests, the positions of its rows.
+        parts: the pieces of each part of the codec, from all requests, by the name of the part.
+        requests: for each request that has rows in this stream, the request's number in the index.
+        firsts: for each request in `requests`, the index of its first token in the shard's token
+            ids.
+        positions: for each request in `requests`, the positions of its rows.
     """
 
     codec: Codec
@@ -70,7 +72,8 @@ class _Rows:
     positions: list[Ints] = field(default_factory=list)
 
     def tensors(self, name: str, token_ids: Tensor) -> dict[str, list[Tensor]]:
-        """Name of a tensor -> pieces, for stream `name`. `token_ids`: int32, of the whole shard."""
+        """The pieces of each tensor of the stream `name`, by the tensor's name. `token_ids` are the
+        token ids of the whole shard, int32."""
         counts = [len(positions) for positions in self.positions]
         positions = np.concatenate(self.positions)
         tokens = positions + np.repeat(self.firsts, counts)
@@ -87,8 +90,9 @@ class _Shard:
     """Requests whose rows go into one file.
 
     Attributes:
-        nbytes: number of bytes of the tensors so far.
-        published: done when the file is visible. Has the exception if the file was not written.
+        nbytes: number of bytes of the shard's tensors so far.
+        published: a future that is done when the file is visible. If the file was not written, the
+            future has the exception.
     """
 
     def __init__(self, stem: str) -> None:
@@ -101,8 +105,8 @@ class _Shard:
         self._streams: dict[str, _Rows] = {}
 
     def fits(self, request: FinishedRequest) -> bool:
-        """True if width, dtype and codec agree in each stream that the shard and the request
-        share."""
+        """True if each stream that the shard and the request have in common has the same width,
+        dtype and codec in the shard and in the request."""
         known = self._streams
         return all(
             name not in known or known[name].codec == stream.codec
@@ -112,7 +116,8 @@ class _Shard:
     def add(self, request: FinishedRequest) -> Stored:
         number = len(self.manifests)
         firsts = {name: rows.num_rows for name, rows in self._streams.items()}
-        # First, because only this step can fail: a shard must not have a part of a request.
+        # This step comes first, because only this step can fail, and a shard must not contain only
+        # a part of a request.
         manifest = request.manifest(f"{self.stem}.safetensors", firsts, number, self._num_tokens)
         for name, stream in request.streams.items():
             rows = self._streams.setdefault(name, _Rows(stream.codec))
@@ -146,11 +151,11 @@ class _Shard:
             publish_indexed(publisher, f"{self.stem}.safetensors", write, body)
 
     def _blocks(self, stream: str) -> Iterator[Tensor]:
-        """The decoded rows of a stream. Short requests share a block, because a Summary is faster
-        with one large block than with many small blocks."""
+        """The decoded rows of a stream. The rows of short requests are joined to one block, because
+        a Summary is faster with one large block than with many small blocks."""
         codec, pieces = self._streams[stream].codec, self._streams[stream].parts
         names = list(codec.part_names)
-        if codec.codec == "none":  # without a codec, each long request is a block
+        if codec.codec == "none":  # without a codec, the rows of each long request are one block
             yield from joined(pieces[names[0]])
             return
         waiting: list[tuple[Tensor, ...]] = []
@@ -213,7 +218,7 @@ class ShardedLayout(FileLayout):
         self._writing.append(self._threads.submit(shard.publish, self._publisher, self._summary))
         if len(self._writing) > self._num_writers:
             wait(self._writing, return_when=FIRST_COMPLETED)
-        # If a shard failed, the futures of its requests have the error.
+        # If writing a shard has failed, the futures of the shard's requests have the error.
         self._writing = [one for one in self._writing if not one.done()]
 
     def flush(self) -> None:

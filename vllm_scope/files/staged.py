@@ -10,8 +10,9 @@ Owns:  Staged (protocol), `make_staged`.
 Runs:  in the process that decides which files are visible, on one thread.
 To:    harvests with several engines.
 
-Promise: a complete file is either below its place or below the root. Only the process that calls
-`move` makes files visible. A file written after the last `move` stays hidden.
+Promise: a complete file is either below the hidden place where it was written, or below the root.
+Only the process that calls `move` makes files visible. A file written after the last `move` stays
+hidden.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from vllm_scope.errors import FileError
 from vllm_scope.files.publish import fsync_folder
 from vllm_scope.files.remote import RemoteStaged
 
-#: The folder below a root that has the places. Readers ignore hidden folders.
+#: The name of the folder, below a root, that contains the places. Readers ignore hidden folders.
 FOLDER = ".engines"
 
 
 class Staged(Protocol):
-    """Places below one root. A place is a hidden folder."""
+    """The hidden folders below one root. Each of these folders is called a place."""
 
     def make(self) -> str:
         """Make a place. Returns an absolute path, or a URL. Raises FileError."""
         ...
 
     def places(self) -> list[str]:
-        """All places, with the places of earlier processes. Raises FileError."""
+        """All places, including places that earlier processes made. Raises FileError."""
         ...
 
     def move(self, place: str, names: Iterable[str]) -> None:
@@ -58,10 +59,10 @@ def make_staged(root: str, fsync: bool, mode: int) -> Staged:
 
 
 class LocalStaged:
-    """Places below a local folder.
+    """The places below a local folder.
 
     Args:
-        mode: the mode of files, as for LocalPublisher.
+        mode: the permissions of files, as for LocalPublisher.
     """
 
     def __init__(self, root: Path, fsync: bool, mode: int) -> None:
@@ -74,7 +75,7 @@ class LocalStaged:
             for folder in (place.parent, place):
                 with suppress(FileExistsError):
                     folder.mkdir(0o700)
-                    folder.chmod(self._folder_mode)  # whatever the umask is
+                    folder.chmod(self._folder_mode)  # the umask must not change the mode
         except OSError as error:
             raise FileError(f"{place} cannot be made: {error}") from None
         return str(place)
@@ -98,5 +99,5 @@ class LocalStaged:
 
     def remove(self, place: str) -> None:
         shutil.rmtree(place, ignore_errors=True)
-        with suppress(OSError):  # raises if the folder still has other places
+        with suppress(OSError):  # raises OSError if the folder still has other places
             (self._root / FOLDER).rmdir()

@@ -30,9 +30,10 @@ class Stored:
     """The result of storing a request.
 
     Attributes:
-        manifest: the request's manifest. After `published` is done, the manifest's file has the
-            rows. Before, the rows are only in this process's memory.
-        published: done when the file is visible. Has the exception if the file was not written.
+        manifest: the request's manifest. When `published` is done, the file that the manifest names
+            has the rows. Until then, the rows are only in the memory of this process.
+        published: a future that is done when the file is visible. If the file was not written, the
+            future has the exception.
         folder: the file's folder, relative to the root.
     """
 
@@ -41,7 +42,7 @@ class Stored:
     folder: str = ""
 
     def path(self, file: str) -> str:
-        """The path, relative to the root, of a file in the manifest."""
+        """The path of a file in the manifest, relative to the root."""
         return f"{self.folder}/{file}" if self.folder else file
 
 
@@ -54,7 +55,8 @@ def published() -> Future[None]:
 
 @contextmanager
 def settling(published: Future[None]) -> Iterator[None]:
-    """When the `with` block ends, set the future's result to None, or set the block's exception."""
+    """When the `with` block ends, set the result of the future to None. If the block raised an
+    exception, set this exception."""
     try:
         yield
     except BaseException as error:
@@ -69,7 +71,8 @@ class EncodedStream:
 
     Attributes:
         positions: the rows' positions, [num_rows].
-        parts: part of the codec -> the part's pieces along the first axis, at least one piece.
+        parts: the pieces of each part of the codec, along the first axis, by the name of the part.
+            Each part has at least one piece.
         read: if the rows are features, the features that were read.
     """
 
@@ -106,10 +109,10 @@ class FinishedRequest:
     def manifest(
         self, file: str, firsts: dict[str, int] | None = None, number: int = 0, first_token: int = 0
     ) -> IndexedRequest:
-        """The manifest of this request, as the request with index `number` in `file`.
+        """The manifest of this request, which has the index `number` among the requests in `file`.
 
         Args:
-            firsts: stream -> index of the request's first row in the file's stream. Default: 0.
+            firsts: for each stream, the index of the request's first row in the file. Default: 0.
             first_token: index of the request's first token in the file's token ids.
         """
         record, first_of = self.record, firsts or {}
@@ -135,15 +138,16 @@ class FinishedRequest:
 
 
 def _utf8(text: Text) -> Text:
-    """The text, with `?` for lone surrogates. JSON can have lone surrogates, but UTF-8 cannot."""
+    """The text, in which `?` replaces each lone surrogate. JSON text can contain lone surrogates,
+    but UTF-8 cannot."""
     if text is None or text.isascii():
         return text
     return text.encode("utf-8", "replace").decode()
 
 
 def _status(record: RequestRecord, num_rows: int) -> tuple[Status, str | None]:
-    """(status, reason) of the record. If rows of an `ok` record are missing, the status is
-    `partial`."""
+    """Returns the status and the reason of the record. If the record has the status `ok`, but rows
+    are missing, the status is `partial`."""
     if record.status != "ok":
         return record.status, record.reason
     if num_rows != record.delivered:
@@ -163,11 +167,12 @@ class FileLayout(ABC):
 
     @abstractmethod
     def add(self, request: FinishedRequest) -> Stored:
-        """Add a request. Raises FileError if this call writes a file and the write fails."""
+        """Add a request to a file. Raises FileError if this call writes a file and the write
+        fails."""
 
     def flush(self) -> None:  # noqa: B027
         """Wait until every request is published or has failed. Raises the first FileError."""
 
     def close(self) -> None:
-        """Flush, then end the layout's threads."""
+        """Call `flush`, then end the threads of the layout."""
         self.flush()

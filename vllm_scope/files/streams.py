@@ -1,7 +1,7 @@
-"""Rows of one stream in one file, and the open files of a folder.
+"""Reads rows of one stream from one file, and keeps the files of a folder open.
 
 Owns:  StoredStream, OpenFiles.
-From:  captured (names the stream).   To: captured, iterate.
+From:  captured (which stream to read).   To: captured, iterate.
 
 Promise: each size in an index is checked against the file before the size is used.
 """
@@ -20,12 +20,12 @@ from vllm_scope.files.datafile import MappedFile, NpzFile, open_data
 from vllm_scope.files.folder import Folder
 from vllm_scope.files.per_request import part_key
 
-#: Largest number of open files. If a file is closed, tensors of the file stay valid.
+#: Largest number of open files. After a file is closed, tensors of the file stay valid.
 MAX_OPEN = 64
 
 
 class OpenFiles:
-    """The data files of a folder. A file is opened at its first use."""
+    """The open data files of a folder. A file is opened when it is used for the first time."""
 
     def __init__(self, folder: Folder) -> None:
         self.get = lru_cache(maxsize=MAX_OPEN)(self._open)
@@ -41,7 +41,7 @@ class StoredStream:
     """Rows of one stream in one file. The rows belong to one request or to consecutive requests.
 
     Attributes:
-        name: the file's name.
+        name: the name of the file.
         key: the stream's name in the file.
         first: index of the first row in the file's stream.
         codec: the codec of the rows.
@@ -56,7 +56,7 @@ class StoredStream:
 
     @property
     def encoded(self) -> bool:
-        """False if `rows` returns views of the file."""
+        """True if `rows` decodes rows. False if `rows` returns views of the file."""
         return self.codec.codec != "none"
 
     @property
@@ -68,8 +68,8 @@ class StoredStream:
         return found
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """The decoded rows `start` to `stop` - 1, [stop - start, hidden_size]. A view of the file
-        if the stream has no codec."""
+        """The decoded rows `start` to `stop` - 1, [stop - start, hidden_size]. If the stream has no
+        codec, the result is a view of the file."""
         if not self.codec.rowwise:
             return self._decode(self._parts(), self.num_rows)[start:stop]
         parts = {name: part[start:stop] for name, part in self._parts().items()}
@@ -83,7 +83,8 @@ class StoredStream:
         return self._decode(parts, len(index))
 
     def joined(self, other: StoredStream) -> StoredStream | None:
-        """Both streams as one stream if the rows of `other` follow in the file, else None."""
+        """This stream and `other` as one stream, if the rows of `other` follow the rows of this
+        stream in the file. Else None."""
         if (
             self.codec.rowwise
             and (self.name, self.key, self.codec) == (other.name, other.key, other.codec)

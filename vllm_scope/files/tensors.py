@@ -3,8 +3,9 @@
 Owns:  `write_tensors`, `head_of`, Header, and the checks of a header.
 
 The safetensors library writes a tensor from one piece of memory. In a shard a tensor has the rows
-of many requests. Joining the rows would need one more copy. Therefore this module, not the library,
-writes the header and the pieces. Tests read the files with the safetensors library.
+of many requests. If the rows were joined to one piece, they would be copied one more time.
+Therefore this module, not the library, writes the header and the pieces. Tests read the files with
+the safetensors library.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from vllm_scope.errors import FileError, shown
 from vllm_scope.files.buffers import bytes_of, cat_rows, copy_rows
 from vllm_scope.files.publish import write_bytes
 
-#: Larger headers are refused before they are read. The format allows 100 MB.
+#: Largest number of bytes of a header. A larger header is refused before it is read. The
+#: safetensors format allows 100 MB.
 MAX_HEADER_BYTES = 64 << 20
 #: The largest number of dimensions of a tensor in a file that is read. Tensors of captured rows
 #: have one or two dimensions.
@@ -33,8 +35,8 @@ _MAX_NUMBERS = (1 << 63) - 1
 #: Smaller pieces are joined, because a system call per row costs more than a copy.
 _SMALL_BYTES = 1 << 16
 #: If a block has the rows of several layers, there are gaps between the rows of one layer. The
-#: writer copies this number of bytes at a time. The copied rows are written while a core's cache
-#: has them.
+#: writer copies this number of bytes at a time. The copied rows are then written to the file while
+#: they are still in the cache of a core.
 _COPIED_BYTES = 1 << 19
 
 CODE_OF = {
@@ -59,10 +61,11 @@ def write_tensors(
 
     Args:
         file: an unbuffered, empty file.
-        tensors: name -> at least one piece along the first axis. Dtypes and other axes are equal.
+        tensors: for each name, at least one piece of the tensor along the first axis. All pieces of
+            a tensor have the same dtype and the same lengths of the other axes.
         metadata: the header's metadata.
     """
-    # Write wide dtypes first. Each tensor is then aligned in the mapped file.
+    # Write tensors with wide dtypes first. Each tensor is then aligned when the file is mapped.
     names = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))
     shapes = []
     for name in names:
@@ -78,8 +81,8 @@ def write_tensors(
 
 
 def _in_turn(piece: Tensor) -> Iterator[Tensor]:
-    """If there are gaps between the rows of the piece, yield copies of some rows at a time. Else
-    yield the piece.
+    """Yield the piece. If there are gaps between its rows, yield copies of some rows at a time
+    instead.
 
     Each copy overwrites the memory of the previous copy.
     """
@@ -97,10 +100,11 @@ def _in_turn(piece: Tensor) -> Iterator[Tensor]:
 def head_of(
     tensors: Iterable[tuple[str, str, list[int], int]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """The bytes before the tensors in a file: the header's length, then the header.
+    """The bytes of a file before the first tensor. The first bytes are the length of the header,
+    and then comes the header.
 
     Args:
-        tensors: (name, code of the dtype, shape, bytes) of each tensor, in the file's order.
+        tensors: (name, code of the dtype, shape, number of bytes) of each tensor, in file order.
 
     Raises:
         FileError: the header would be larger than MAX_HEADER_BYTES.
@@ -121,7 +125,7 @@ def head_of(
 
 
 def joined(pieces: Sequence[Tensor]) -> list[Tensor]:
-    """The pieces in order. Neighbouring small pieces are joined."""
+    """The pieces in their order. Small pieces that follow each other are joined."""
     found: list[Tensor] = []
     small: list[Tensor] = []
     num_numbers = 0
@@ -150,8 +154,8 @@ class Header(msgspec.Struct, frozen=True):
     """A checked header. Every tensor lies within the file, and has the size that its shape needs.
 
     Attributes:
-        num_bytes: number of bytes before the first tensor, that is, the header and 8 bytes for its
-            length.
+        num_bytes: number of bytes before the first tensor, that is, the bytes of the header and 8
+            bytes for the length of the header.
     """
 
     metadata: dict[str, str]
@@ -160,17 +164,19 @@ class Header(msgspec.Struct, frozen=True):
 
 
 def read_header(file: BinaryIO, size: int, where: str, mark: str | None = None) -> Header:
-    """Read and check a safetensors header. Headers with sizes above the file's size are refused.
+    """Read and check a safetensors header. If a size in the header is larger than the file,
+    `read_header` raises an error.
 
     Args:
         file: the file, at its first byte.
         size: the file's size in bytes.
         where: the file's name, for error texts.
-        mark: a name in the metadata or in the tensors of files that this package writes. If a file
-            lacks this name, its tensors are not checked. None: check all files.
+        mark: a name that is in the metadata, or among the tensors, of each file that this package
+            writes. If a file lacks this name, its tensors are not checked. If None, the tensors of
+            all files are checked.
 
     Raises:
-        FileError: the file is not safetensors, or sizes in the header do not fit the file's size.
+        FileError: the file is not a safetensors file, or its header has wrong sizes.
     """
     first = file.read(8)
     if len(first) < 8:

@@ -1,4 +1,4 @@
-"""Writes captured rows into files. The interface for an engine's sink.
+"""Writes captured rows into files. An engine's sink uses this interface.
 
     writer = open_writer(FileOptions.parse({"root": "captures"}))
     request = writer.begin()
@@ -9,12 +9,13 @@
     writer.close()
 
 Owns:  Writer, `open_writer`.
-Runs:  on one thread at a time. `sharded` writes files on additional threads.
-To:    one of per_request, packed, sharded, npz.
+Runs:  on one thread at a time. The layout `sharded` writes files on additional threads.
+To:    one of the layouts per_request, packed, sharded, npz.
 
 Promise: `finish` returns the manifest that will be on disk, and a future that is done when the file
-is visible. With per_request and npz, the file is visible when `finish` returns. With packed and
-sharded, the file becomes visible after the file is full, or when `flush` or `close` returns.
+is visible. With the layouts per_request and npz, the file is visible when `finish` returns. With
+the layouts packed and sharded, the file becomes visible after the file is full, or when `flush` or
+`close` returns.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Writer:
     """Writes the requests of one root. Use it as a context manager, or call `close`.
 
     Args:
-        layout: None: the layout in the options.
-        copies: False: most rows are kept without a copy. See RequestWriter.
+        layout: the layout of the files. If None, the layout that the options name.
+        copies: if False, most rows are kept without a copy. See RequestWriter.
 
     Attributes:
         buffers: memory for the rows that wait for a file.
@@ -67,7 +68,7 @@ class Writer:
         self._options = options
         self._publisher = publisher
         self._layout = layout or _LAYOUTS[options.layout](options, publisher)
-        # Room for two files that threads write, and for one file that `add` fills.
+        # The memory has room for two files that threads write, and for one file that `add` fills.
         self.buffers = Buffers(3 * options.file_bytes)
         self._copies = copies
         self._codecs: dict[tuple[int, torch.dtype], Codec] = {}
@@ -91,7 +92,7 @@ class Writer:
         return self._layout.add(FinishedRequest(record, streams, torch.from_numpy(token_ids)))
 
     def _encoded(self, found: Stream) -> tuple[Codec, list[dict[str, Tensor]]]:
-        """(The codec of a stream, the encoded parts of each block of the stream)."""
+        """Returns the codec of a stream, and the encoded parts of each block of the stream."""
         if found.codec is not None:
             packing = Packing(found.codec)
             return found.codec, [
@@ -130,7 +131,7 @@ class Writer:
 
 
 def open_writer(options: FileOptions) -> Writer:
-    """A writer for a root. If the root is local, the files of killed writers are removed.
+    """A writer for a root. If the root is local, the temporary files of killed writers are removed.
 
     Raises:
         FileError: the root cannot be written to.

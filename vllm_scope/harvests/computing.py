@@ -1,9 +1,9 @@
-"""From documents to their rows, on an engine.
+"""Makes contexts from documents, and computes the rows of contexts with an engine.
 
 Owns:  `context_size`, `contexts_ahead`, `rows_of`.
 Runs:  in the harvesting process. `rows_of` runs in the process that has the engine. A thread reads
-       and tokenizes documents ahead of the engine.
-From:  documents, contexts, skipped.   To: job, storing; feeds.feeder.
+       and tokenizes documents before the engine needs the contexts.
+From:  documents, contexts, skipped.   To: job, storing, feeds.feeder.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from vllm_scope.harvests.engines import Engine, EngineFacts, Rows
 from vllm_scope.harvests.skipped import Skipped
 from vllm_scope.request.actions import Read
 
-#: The largest number of contexts that are tokenized ahead of the engine.
+#: The largest number of contexts that are tokenized and wait for the engine.
 _AHEAD = 512
 
 
 def context_size(engine: EngineFacts, asked: int | None) -> int:
-    """The most tokens of a context: `asked`, or the engine's maximum if `asked` is None.
+    """The largest number of tokens of a context: `asked`, or by default the engine's maximum.
 
     Raises:
         ConfigError: `asked` is below 1 or above the engine's maximum.
@@ -45,16 +45,18 @@ def contexts_ahead(
     skipped: Skipped,
     wanted: Callable[[Context], bool],
 ) -> Generator[Context]:
-    """Yield the contexts to compute, in order. A thread makes contexts ahead of the engine.
+    """Yield the contexts that the engine must compute, in order.
+
+    A thread makes the contexts before the engine needs them.
 
     Args:
-        size: the most tokens of a context.
+        size: the largest number of tokens of a context.
         skipped: counts the documents and contexts that the harvest skips.
-        wanted: the thread calls this in order, with each context that is not skipped. If it returns
-            False, the context is left out.
+        wanted: a function that returns False for a context that is left out. The thread calls this
+            function in order, with each context that is not skipped.
 
     Raises:
-        SpecError: a document has a token id outside of the model's vocabulary.
+        SpecError: a document has a token id that is not in the model's vocabulary.
     """
     texts = skipped.texts(documents)
     contexts = skipped.contexts(contexts_of(texts, engine.encode, size, long, engine.end))
@@ -64,7 +66,7 @@ def contexts_ahead(
 def rows_of(
     contexts: Iterable[Context], engine: Engine, reads: Sequence[Read]
 ) -> Generator[tuple[Context, Rows]]:
-    """Yield each context with its rows, in the order in which the engine finishes them.
+    """Yield each context with its rows, in the order in which the engine finishes the contexts.
 
     Raises:
         ScopeError: rows are missing, or the engine has died.
@@ -72,7 +74,7 @@ def rows_of(
     prompts = ((context, context.token_ids) for context in contexts)
     with closing(engine.compute(prompts, reads)) as computed:
         for context, rows in computed:
-            rows.columns()  # called first, because `status` then takes less time
+            rows.columns()  # `status` takes less time after this call
             if rows.status != "complete":
                 raise ScopeError(
                     f"the rows of document {shown(context.name)} are {rows.status}: "
@@ -82,7 +84,7 @@ def rows_of(
 
 
 def _checked(context: Context, engine: EngineFacts) -> Context:
-    """The context. Raises SpecError if a token id is outside of the model's vocabulary."""
+    """Return the context. Raises SpecError if a token id is not in the model's vocabulary."""
     ids, above = context.token_ids, engine.vocabulary
     if not 0 <= min(ids) <= max(ids) < above:
         wrong = next(i for i in ids if not 0 <= i < above)

@@ -1,12 +1,13 @@
-"""Documents as the prompts that an engine computes.
+"""Makes prompts from documents, by one of three rules.
 
-    truncate   one context for each document: the document's first tokens
-    split      all tokens of a document, in consecutive contexts. The last context may be shorter.
-    pack       contexts of equal length, cut from all documents joined in order. Each text ends with
-               the end-of-text token. Attention sees the earlier documents of the same context.
+    truncate   A context has the first tokens of a document. The other tokens are left out.
+    split      Consecutive contexts have all tokens of a document. The last context can be shorter.
+    pack       All documents are joined in order, and cut into contexts of equal length. Each text
+               ends with the end-of-text token. A token attends also to the earlier documents of its
+               context.
 
 Owns:  Context, `contexts_of`, `prefetched`.
-Runs:  on a thread of its own, which reads and tokenizes while the engine computes.
+Runs:  on a separate thread, which reads and tokenizes documents while the engine computes.
 From:  documents.   To: computing.
 
 Promise: the contexts depend only on the documents, the tokenizer, the size and the rule.
@@ -30,16 +31,16 @@ Long = Literal["truncate", "split", "pack"]
 Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 T = TypeVar("T")
 
-#: The number of documents that are tokenized in one call.
+#: The largest number of documents that are tokenized in one call.
 _BATCH = 64
 
 
 @dataclass(frozen=True)
 class Context:
-    """A prompt.
+    """A prompt of a harvest.
 
     Attributes:
-        token_ids: at least one id.
+        token_ids: the ids of the prompt's tokens, of which there is at least one.
         spans: the parts of documents that form the prompt, in order and without gaps.
     """
 
@@ -49,7 +50,7 @@ class Context:
     @property
     def name(self) -> str:
         """The first document's id. If the context does not begin at the document's first token, a
-        colon follows, and then the index in the document of the context's first token."""
+        colon and the index of the context's first token in the document follow the id."""
         first = self.spans[0]
         return first.document if first.first == 0 else f"{first.document}:{first.first}"
 
@@ -70,8 +71,8 @@ def contexts_of(
     """Yield the contexts of documents. A document without tokens gives no context.
 
     Args:
-        size: the most tokens of a context.
-        end: the token that is added to each packed text; None: no token is added.
+        size: the largest number of tokens of a context.
+        end: the token that is added to each packed text, or None if no token is added.
     """
     tokenized = _tokenized(documents, encode, end if long == "pack" else None)
     return _packed(tokenized, size) if long == "pack" else _single(tokenized, size, long)
@@ -120,8 +121,8 @@ def _packed(tokenized: Iterable[tuple[str, Sequence[int]]], size: int) -> Iterat
 
 
 def prefetched(items: Iterable[T], most: int) -> Generator[T]:
-    """Yield items that another thread makes ahead, at most `most` items. Raises the error of that
-    thread."""
+    """Yield items that another thread makes ahead of the caller, at most `most` items ahead. Raises
+    the error that `items` raises on the other thread."""
     waiting: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(most)
     ended = threading.Event()
 

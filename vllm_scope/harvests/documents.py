@@ -1,11 +1,12 @@
-"""The documents of a data set: texts or token ids, each with an id that stays the same.
+"""Reads the documents of a data set. A document is a text or token ids, with an id.
 
 Owns:  Document, Documents, `find_documents`.
-Runs:  in the harvesting process, on a thread of its own.
+Runs:  in the harvesting process, on a separate thread.
 To:    contexts.
 
 Promise: each reading of the same data set finds the same documents, ids and fingerprint. Only one
-batch of a file's documents is in memory at a time. With an `id_column`, a digest of each id is too.
+batch of a file's documents is in memory at a time. With an `id_column`, the memory also holds a
+digest of each id.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from vllm_scope.request.bounded_json import is_unicode
 #: If the caller names no column, a document is in the first of these columns that has a value.
 COLUMNS = ("text", "input_ids", "token_ids", "tokens")
 SUFFIXES = (".parquet", ".jsonl", ".txt")
-#: The number of bytes in one call of the hash, and of Parquet rows in one read.
+#: The number of bytes in one call of the hash, and the number of Parquet rows in one read.
 _CHUNK, _BATCH = 1 << 20, 256
 
 
 @dataclass(frozen=True)
 class Document:
-    """One document.
+    """A text or token ids, with an id.
 
     Attributes:
-        content: a text, or token ids.
+        content: a text, or a list of token ids.
     """
 
     id: str
@@ -42,14 +43,15 @@ class Document:
 
 @dataclass(frozen=True)
 class Documents:
-    """A data set: its documents, in order.
+    """The documents of a data set, in order.
 
     Attributes:
-        source: name or path, for messages and the manifest.
-        fingerprint: hexadecimal digits. If the content differs, the fingerprint differs.
+        source: the name or path of the data set, for error texts and the manifest.
+        fingerprint: hexadecimal digits. Data sets with different content have different digits.
         count: the number of documents.
-        column: the column of texts or token ids; None: the first of COLUMNS that a row has.
-        id_column: the column of ids; None: the fingerprint and the row's number form the id.
+        column: the column of texts or token ids, or None for the first of COLUMNS that a row has.
+        id_column: the column of ids, or None if ids consist of the fingerprint and the row number.
+        rows: a function that returns an iterator over the data set's rows.
     """
 
     source: str
@@ -77,7 +79,7 @@ class Documents:
             yield one
 
     def document(self, row: Mapping[str, Any], number: int) -> Document:
-        """The document of a row. Raises SpecError."""
+        """Make a Document from a row. Raises SpecError if the row has no document or no id."""
         content = self._content(row, number)
         if self.id_column is None:
             return Document(f"{self.fingerprint[:12]}-{number}", content)
@@ -109,7 +111,7 @@ class Documents:
 
 
 def digest_of(text: str) -> bytes:
-    """The BLAKE2b digest of a text, 16 bytes."""
+    """The BLAKE2b digest of a text, in 16 bytes."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
@@ -120,24 +122,25 @@ def find_documents(
     split: str = "train",
     config: str | None = None,
 ) -> Documents:
-    """The documents of a data set. This function reads local files, for their fingerprint.
+    """Find the documents of a data set. This function reads local files once for the fingerprint.
 
-    The first document of each file is checked, so that a wrong column is reported before an engine
-    starts.
+    The function checks the first document of each file, so that the caller learns of a wrong column
+    before an engine starts.
 
     Args:
-        dataset: a `.parquet`, `.jsonl` or `.txt` file, or a folder of these; the name or the folder
-            of a Hugging Face data set; a `datasets.Dataset`; or a list of texts, of lists of token
-            ids, or of rows (dicts). Each line of a `.txt` file is a document; empty lines are not.
-        column: the column of texts or token ids; None: the first of COLUMNS that a row has.
-        id_column: the column of ids, which must be distinct; None: the fingerprint and the row's
-            number form the id.
+        dataset: a `.parquet`, `.jsonl` or `.txt` file, or a folder of such files. Also possible are
+            the name or the folder of a Hugging Face data set, a `datasets.Dataset`, or a list of
+            texts, of lists of token ids, or of rows (dicts). Each line of a `.txt` file that is not
+            empty is a document.
+        column: the column of texts or token ids, or None for the first of COLUMNS that a row has.
+        id_column: the column of ids, or None if ids consist of the fingerprint and the row number.
+            The ids in a column must be distinct.
         split, config: the split and configuration of a Hugging Face data set.
 
     Raises:
         FileError: there is no such data set, or a file is damaged.
-        SpecError: the kind of the data set is unknown, a package for it is missing, or the first
-            row of a file has no document or no id.
+        SpecError: the kind of the data set is unknown, a package that reads it is missing, or the
+            first row of a file has no document or no id.
     """
     if isinstance(dataset, list | tuple):
         rows = [row if isinstance(row, Mapping) else {COLUMNS[0]: row} for row in dataset]
@@ -198,7 +201,7 @@ def _of_files(
 
 
 def _looked_at(file: Path) -> tuple[int, str]:
-    """The number of documents of a file, and the SHA-256 of its bytes."""
+    """The number of documents in a file, and the SHA-256 of the file's bytes."""
     found, num_lines = hashlib.sha256(), 0
     with _opened(file) as opened:
         if file.suffix == ".parquet":
@@ -219,15 +222,18 @@ def _opened(file: Path) -> Any:
 
 
 def _rows(file: Path, wanted: Collection[str | None]) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a file. Of a Parquet file only the wanted columns are read. If a Parquet
-    file has no wanted column, all its columns are read."""
+    """Yield the rows of a file.
+
+    From a Parquet file, this function reads only the wanted columns, or all columns if the file has
+    no wanted column.
+    """
     if file.suffix == ".parquet":
         try:
             opened = _parquet(file)
             names = [name for name in opened.schema_arrow.names if name in wanted]
             for batch in opened.iter_batches(_BATCH, columns=names or None):
                 yield from batch.to_pylist()
-        except (OSError, ValueError) as error:  # pyarrow's errors are of these classes
+        except (OSError, ValueError) as error:  # pyarrow raises errors of these classes
             raise FileError(f"{file} cannot be read: {error}") from None
         return
     with _opened(file) as opened:
@@ -274,12 +280,12 @@ def _load(name: str, split: str, config: str | None) -> Any:
             found = datasets.load_from_disk(name)
             return found[split] if isinstance(found, Mapping) else found
         return datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # the library raises errors of many classes
+    except Exception as error:  # the package datasets raises errors of many classes
         raise FileError(f"the data set {name} cannot be loaded: {reason_of(error)}") from None
 
 
 def _of_library(found: Any, source: str, column: str | None, id_column: str | None) -> Documents:
-    """The documents of a `datasets.Dataset`, whose fingerprint covers content and transforms."""
+    """The documents of a `datasets.Dataset`, whose fingerprint includes content and transforms."""
     fingerprint = getattr(found, "_fingerprint", None)
     if not isinstance(fingerprint, str) or not isinstance(found, Iterable):
         raise SpecError(

@@ -1,9 +1,9 @@
-"""Protocols of a harvest: the engine that computes rows, and the store that writes them.
+"""Protocols of the engine that computes the rows of a harvest, and of the store that writes rows.
 
 Owns:  the protocols EngineFacts, Engine, Rows and Store.
-Runs:  no code runs: this module has only types.
-To:    job. `engine.offline.OfflineEngine` is an Engine. `storing.Storing` is a Store of one engine.
-       `several.SeveralEngines` is a Store of several engines, and is their EngineFacts too.
+Runs:  nowhere, because this file has only types.
+To:    job. `engine.offline.OfflineEngine` implements Engine. `storing.Storing` implements Store for
+       one engine. `several.SeveralEngines` implements Store and EngineFacts for several engines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_scope.results.column import Column
 
 
 class Rows(Protocol):
-    """The rows of a context. A ScopeResult implements this protocol."""
+    """The computed rows of a context. A ScopeResult implements this protocol."""
 
     @property
     def status(self) -> str: ...
@@ -29,7 +29,7 @@ class Rows(Protocol):
 
 
 class EngineFacts(Protocol):
-    """The facts that are needed to make prompts, and the settings on which rows depend."""
+    """What a harvest must know of an engine to make prompts, and the settings of the engine."""
 
     @property
     def model(self) -> str: ...
@@ -40,18 +40,18 @@ class EngineFacts(Protocol):
     @property
     def end(self) -> int | None: ...
     def settings(self, reads: Sequence[Read]) -> dict[str, Any]:
-        """The settings on which rows depend, without the prompts. One setting is `model`."""
+        """The engine's settings that change the rows. One of these settings is `model`."""
         ...
 
     def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]: ...
 
 
 class Engine(EngineFacts, Protocol):
-    """An engine that computes rows."""
+    """An engine that computes the rows of prompts."""
 
     @property
     def num_layers(self) -> int | None:
-        """The number of the model's layers; None if it is not known."""
+        """The number of the model's layers, or None if this number is not known."""
         ...
 
     def compute(
@@ -64,8 +64,9 @@ class Store(Protocol):
     """Computes contexts and writes their rows to shards.
 
     Attributes:
-        found: name -> SHA-256 and size of each file that the store has made visible.
-        versions: package -> version, in the processes of the engines.
+        found: maps the name of each file that the store has made visible to the file's SHA-256 and
+            size.
+        versions: maps packages to their versions in the processes of the engines.
     """
 
     @property
@@ -73,8 +74,10 @@ class Store(Protocol):
     @property
     def versions(self) -> Mapping[str, str]: ...
     def compute(self, contexts: Iterable[Context]) -> Generator[Context]:
-        """Yield each context after its rows are computed, in any order. If the caller closes the
-        generator early, the computed rows are still written. Raises ScopeError."""
+        """Yield each context after its rows are computed, in any order. Raises ScopeError.
+
+        If the caller closes the generator early, the store still writes the computed rows.
+        """
         ...
 
     def flush(self) -> None:

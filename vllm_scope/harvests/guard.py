@@ -6,10 +6,10 @@
 vLLM's EngineCore does not notice that its front-end was killed. Without a guard, EngineCore would
 keep the device's memory, and a new engine could not start.
 
-Owns:  `guard`, for an engine whose process does nothing else; `guarded`, for an engine that the
-       caller's process starts.
-Runs:  one small process for each engine. The guard waits for the end of process PID. A pipe would
-       not show this end, because forked processes keep the pipe open.
+Owns:  `guard` (for an engine whose process does nothing else), `guarded` (for an engine that the
+       caller's process starts).
+Runs:  in one small process for each engine. The guard waits until the process PID has ended. A pipe
+       from PID would not show this end, because processes that PID forked keep the pipe open.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from contextlib import contextmanager, suppress
 
 
 def guard() -> None:
-    """Start a guard. When this process has ended, the guard kills all processes of its group.
+    """Start a guard, which kills the processes of this process's group after this process's end.
 
-    This call puts this process into a new group, so Ctrl-C in the terminal does not reach it.
-    Processes that this process starts later, and their children, are in the new group.
+    This call puts this process into a new group, so that Ctrl-C in the terminal does not end this
+    process. Processes that this process starts later, and their children, are in the new group.
     """
-    with suppress(PermissionError):  # this process leads a group already
+    with suppress(PermissionError):  # this process already leads a group
         os.setsid()
-    # -I: Python must not import a module of this folder instead of the standard library's.
+    # With -I, Python does not import a file of this folder in place of a standard module.
     command = [sys.executable, "-I", __file__, str(os.getpid())]
     _guards.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Start a guard. When this process has ended, the guard kills the `with` block's processes.
+    """Start a guard, which kills the processes of the `with` block after this process has ended.
 
-    The guard starts when the block ends. The guard has a session of its own, so a signal to this
-    process's group does not end the guard. When all guarded processes have ended, the guard ends.
+    The guard starts when the block ends. The guard has a separate session, so that a signal to this
+    process's group does not end the guard. The guard ends when all guarded processes have ended.
     """
     before = _started()
     yield
@@ -55,8 +55,11 @@ def guarded() -> Iterator[None]:
 
 
 def _started() -> set[int]:
-    """Ids of the processes that this process has started, and of their children. Python's resource
-    trackers are left out, because they free the shared memory of killed processes."""
+    """Ids of the processes that this process has started, and of the children of these processes.
+
+    Python's resource trackers are left out, because they free the shared memory of killed
+    processes.
+    """
     import psutil
 
     found = set()
@@ -67,7 +70,7 @@ def _started() -> set[int]:
     return found
 
 
-#: The guards are kept, because Python warns if a Popen is collected while its process runs.
+#: The guards. Python warns if a Popen object is deleted while the process of the Popen runs.
 _guards: list[subprocess.Popen[bytes]] = []
 
 
@@ -81,23 +84,24 @@ def _main() -> None:
     if not _gone_before(parent, running):
         return
     if not children:
-        os.killpg(os.getpgrp(), signal.SIGKILL)  # kills the guard too
+        os.killpg(os.getpgrp(), signal.SIGKILL)  # kills the guard itself too
     for fd in running:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(fd, signal.SIGKILL)
 
 
 def _gone_before(parent: int, others: list[int]) -> bool:
-    """Wait until `parent` has ended or all `others` have. Returns True if `parent` ended first.
+    """Wait until `parent` or all `others` have ended. Returns True if `parent` ended first.
 
     Args:
-        others: pidfds of the other processes.
+        parent: the id of a process.
+        others: the pidfds of other processes.
     """
     try:
         fd = os.pidfd_open(parent)
     except ProcessLookupError:
         return True
-    if os.getppid() != parent:  # the parent has ended; another process may have its id now
+    if os.getppid() != parent:  # the parent has ended, and its id can be another process's now
         return True
     while others:
         ready = select.select([fd, *others], [], [])[0]

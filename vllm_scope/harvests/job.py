@@ -1,13 +1,14 @@
-"""A harvest: documents in, shards of rows out. A killed harvest can be resumed without a loss.
+"""A harvest computes the rows of documents, and writes shards. A killed harvest can be resumed.
 
-    documents -> contexts -> store (one engine or several, and shards) -> manifest, page
+    documents -> contexts -> store (one engine or several, and shards) -> manifest and page
 
-Owns:  Job, Harvest (its result).
+Owns:  Job, and Harvest (the result of a job).
 From:  start.
 Runs:  in the caller's process. A thread reads the documents.
 
-Promise: a harvest computes a context only if no visible shard has the context. A shard is visible
-only when it is complete. So the folder has each row one time, also if the process was killed.
+Promise: a harvest computes a context only if no visible shard has the context. A shard becomes
+visible only when the shard is complete. Therefore the folder has each row exactly one time, even if
+a harvest was killed and resumed.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ class Harvest:
     """A finished harvest.
 
     Attributes:
-        out: the folder or URL. `vllm_scope.open(out)` reads the rows.
-        computed: number of contexts that this run computed. Earlier runs computed the others.
+        out: the folder or URL of the shards. `vllm_scope.open(out)` reads the rows.
+        computed: number of contexts that this run computed. Earlier runs computed the other
+            contexts.
     """
 
     out: str
@@ -70,9 +72,9 @@ class Job:
 
     Attributes:
         long: the rule for documents that are longer than a context.
-        context: the most tokens of a context; None: the engine's maximum.
-        files: options of the shards' files.
-        options: digest of the options of the engine's start; None if the caller gave an LLM.
+        context: the largest number of tokens of a context, or None for the engine's maximum.
+        files: the options of the shards' files.
+        options: a digest of the options that start the engine, or None if the caller gave an LLM.
     """
 
     documents: Documents
@@ -84,7 +86,7 @@ class Job:
     options: str | None = None
 
     def settings(self) -> dict[str, Any]:
-        """The settings on which the rows depend, without the settings that only the engine has."""
+        """The settings that change the rows, without the settings that only the engine has."""
         found: dict[str, Any] = {
             "dataset": self.documents.fingerprint,
             "column": self.documents.column,
@@ -95,7 +97,7 @@ class Job:
         return found | ({} if self.context is None else {"context": self.context})
 
     def settings_with(self, engine: EngineFacts) -> dict[str, Any]:
-        """All settings on which the rows depend.
+        """All settings that change the rows.
 
         Raises:
             SpecError: the engine has no tap for one of the reads.
@@ -105,10 +107,10 @@ class Job:
         return self.settings() | {"context": size} | engine.settings(self.reads)
 
     def earlier(self, settings: Mapping[str, Any]) -> HarvestManifest | None:
-        """The folder's manifest if the folder has shards, else None.
+        """The manifest of the harvest's folder. None if the folder has no manifest or no shards.
 
         Raises:
-            ConfigError: a setting differs from the folder's.
+            ConfigError: a setting differs from the setting in the manifest.
             FileError: the manifest cannot be read.
         """
         root = self.files.root
@@ -119,14 +121,14 @@ class Job:
         return found
 
     def finished(self, model: str | EngineFacts) -> Harvest | None:
-        """The harvest if it is complete and has every shard, else None.
+        """The harvest if it is complete and its folder has every shard. Otherwise None.
 
         Args:
             model: the engine, or the name of its model. With a name, the engine's settings are not
-                known. The result is then None, except if an earlier run had the same options.
+                known. The result is then None, unless an earlier run had the same options.
 
         Raises:
-            ConfigError, FileError: as `earlier`.
+            ConfigError, FileError: the errors of `earlier`.
         """
         if isinstance(model, str):
             found = self.earlier(self.settings() | {"model": model})
@@ -142,7 +144,8 @@ class Job:
         """Compute the contexts that are in no shard. The caller holds the folder's lock.
 
         Args:
-            store: computes rows, and writes the shards below the root of `files`.
+            engine: the engine, which makes prompts and knows the settings.
+            store: the store, which computes rows, and writes shards below the root of `files`.
 
         Raises:
             ScopeError: a setting is wrong, a file is damaged, or rows are missing.
@@ -160,7 +163,7 @@ class Job:
 
 
 class _Running:
-    """A job while it runs."""
+    """A job that is running."""
 
     def __init__(
         self,
@@ -174,7 +177,7 @@ class _Running:
         self._publisher, self._manifest = publisher, begun
         self._computed = self._num_contexts = 0
         self._skipped = Skipped(job.reads)
-        self._put(manifests.NAME, begun.encode())  # creates the root if it is missing
+        self._put(manifests.NAME, begun.encode())  # creates the root folder if it is missing
         self._shards = Shards(find_folder(job.files.root), job.long == "truncate")
         self._shards.take({name: (one.sha256, one.num_bytes) for name, one in begun.shards.items()})
 
@@ -209,7 +212,10 @@ class _Running:
         return context.key not in self._shards.done
 
     def _tell(self, complete: bool) -> None:
-        """Write the manifest of the visible shards. If complete, also write statistics and page."""
+        """Write the manifest of the visible shards.
+
+        If the harvest is complete, also write the statistics and the page.
+        """
         shards = self._shards
         shards.take(self._store.found)
         if complete and len(shards.done) != self._num_contexts:
@@ -240,7 +246,8 @@ class _Running:
             write = partial(write_tensors, tensors=tensors, metadata={})
             self._publisher.publish({manifests.MEANS: write})
             self._put(manifests.PAGE, HarvestPage(self._manifest).page().encode())
-        self._put(manifests.NAME, self._manifest.encode())  # last, because it lists the other files
+        # The manifest is the last file, because it lists the other files.
+        self._put(manifests.NAME, self._manifest.encode())
 
     def _put(self, name: str, body: bytes) -> None:
         self._publisher.publish({name: partial(write_bytes, body=body)})

@@ -1,10 +1,10 @@
-"""The manifest that a harvest writes beside its shards: `harvest.json`.
+"""The manifest `harvest.json`, which a harvest writes into the folder of its shards.
 
-Owns:  HarvestManifest, Run, `check_same`, the lock of a local folder.
-From:  shards.   To: job, views, and the reader of the file.
+Owns:  HarvestManifest, Run, `check_same`, and the lock of a local folder.
+From:  shards.   To: job, views, and programs that read the manifest.
 
-A harvest writes the settings before the first shard. Each run computes counts and figures from the
-shards anew. While a file's size is unchanged, the harvest keeps the hash that the manifest has.
+A harvest writes the settings before the first shard. Each run computes the counts and figures from
+the shards again. A run computes the hash of a shard again only if the file's size has changed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ FORMAT = 1
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One start of a harvest.
+    """One run of a harvest, from its start.
 
     Attributes:
-        started: UTC, ISO 8601.
-        versions: package -> version.
-        options: digest of the options of the engine's start; None if the caller gave an LLM.
+        started: the time of the start in UTC, as ISO 8601.
+        versions: maps packages to their versions.
+        options: a digest of the options that start the engine, or None if the caller gave an LLM.
     """
 
     started: str
@@ -48,15 +48,15 @@ class HarvestManifest(msgspec.Struct, frozen=True):
     """The content of `harvest.json`.
 
     Attributes:
-        settings: settings on which the rows depend. A run with other settings is refused.
-        dataset: name or path of the data set.
+        settings: the settings that change the rows. A run with other settings is refused.
+        dataset: the name or path of the data set.
         documents: the number of documents in the data set.
-        complete: True after each document with tokens is in the shards, or was skipped.
+        complete: whether each document that has tokens is in the shards, or was skipped.
         totals: numbers of documents, contexts, tokens, truncated documents and bytes in all shards.
             A complete harvest also has `empty`, the number of documents without tokens, and
             `skipped`, the number of skipped texts and contexts.
-        skipped: name of a skipped text or context -> why; only the first 20.
-        streams: `site.layer` -> figures (`Statistics.to_json`).
+        skipped: maps the names of the first 20 skipped texts and contexts to the reasons.
+        streams: maps `site.layer` to the figures of this stream (`Statistics.to_json`).
     """
 
     settings: dict[str, Any]
@@ -75,7 +75,7 @@ class HarvestManifest(msgspec.Struct, frozen=True):
 
 
 def versions() -> dict[str, str]:
-    """Package -> version, of the imported packages that affect rows or shards."""
+    """Maps the imported packages that affect rows or shards to their versions."""
     found = {"vllm_scope": __version__}
     for name in ("vllm", "torch", "datasets", "pyarrow", "ray"):
         if name in sys.modules:
@@ -84,7 +84,7 @@ def versions() -> dict[str, str]:
 
 
 def read_manifest(root: str) -> HarvestManifest | None:
-    """The manifest of a folder or URL; None if there is none. Raises FileError."""
+    """Read the manifest of a folder or URL, or return None without a manifest. Raises FileError."""
     body = read_file(root, NAME)
     if body is None:
         return None
@@ -98,8 +98,10 @@ def read_manifest(root: str) -> HarvestManifest | None:
 
 
 def check_same(manifest: HarvestManifest, settings: Mapping[str, Any], root: str) -> None:
-    """Raise ConfigError if one of `settings` differs from the setting of the folder. Settings that
-    only the folder has are not compared."""
+    """Raise ConfigError if one of `settings` differs from the setting in the manifest.
+
+    Settings that only the manifest has are not compared.
+    """
     for name, value in settings.items():
         if manifest.settings.get(name) != value:
             raise ConfigError(
@@ -108,9 +110,9 @@ def check_same(manifest: HarvestManifest, settings: Mapping[str, Any], root: str
             )
 
 
-#: Real path -> holder, of the folders that this process has locked. The kernel's lock alone does
-#: not suffice, because a second thread of this process would get it too. If any descriptor of the
-#: file is closed, the kernel releases the lock.
+#: Maps the real path of each folder that this process has locked to the holder of the lock. The
+#: kernel's lock alone does not suffice, because the kernel also gives the lock to a second thread
+#: of this process. The kernel releases the lock when any descriptor of the file is closed.
 _held: dict[str, object] = {}
 
 
@@ -118,14 +120,14 @@ _held: dict[str, object] = {}
 def locked(root: str, fsync: bool = False, mode: int = 0o600) -> Iterator[None]:
     """Lock a local folder against other harvests. A URL is not locked.
 
-    The kernel releases the lock when this process ends. Child processes do not hold the lock, so
-    vLLM's processes, which can run a moment longer, do not stop the next harvest.
+    The kernel releases the lock when this process ends. Child processes do not hold the lock.
+    Therefore vLLM's processes, which can run a little longer, do not stop the next harvest.
 
     Args:
-        fsync, mode: options of LocalPublisher, which creates the folder if it is missing.
+        fsync, mode: the options of LocalPublisher, which creates the folder if it is missing.
 
     Raises:
-        FileError: another harvest writes into the folder, or the folder cannot be written to.
+        FileError: another harvest writes into the folder, or this process cannot write into it.
     """
     if "://" in root:
         yield

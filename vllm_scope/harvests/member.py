@@ -1,6 +1,6 @@
-"""One engine of several, in a process of its own, with shards of its own.
+"""One of several engines, in a separate process, which writes separate shards.
 
-Owns:  Member, the arguments of its start (Setup), and its answers (Facts, News).
+Owns:  Member, the arguments of a member's start (Setup), and a member's answers (Facts, News).
 Runs:  in a process that a pool has started. Calls arrive on several threads. The engine runs on one
        thread of the member.
 From:  several (the calls).   To: storing.
@@ -28,7 +28,7 @@ from vllm_scope.harvests.guard import guard
 from vllm_scope.harvests.storing import Storing
 from vllm_scope.request.actions import Read
 
-#: While at least this many contexts wait for the engine, `give` waits.
+#: `give` waits while at least this many contexts are queued for the engine.
 MOST_WAITING = 64
 
 
@@ -37,9 +37,11 @@ class Setup:
     """The arguments of a member's start.
 
     Attributes:
-        make: starts the engine. The pool pickles `make`, so it must be a function of a module.
-        files: options of the shards' files. The root of `files` is the member's own folder.
-        folder: becomes the working directory of the member, if the member's host has this folder.
+        make: the function that starts the engine. The function must belong to a Python module,
+            because the pool pickles the function.
+        files: the options of the shards' files. The root of `files` is the member's own folder.
+        folder: the folder that becomes the member's working directory, if the member's host has
+            this folder.
     """
 
     make: Callable[[], Engine]
@@ -50,7 +52,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of a member's engine. All engines of a harvest must have equal `settings`."""
+    """What a member says about its engine. All engines of a harvest must have equal `settings`."""
 
     host: str
     model: str
@@ -66,8 +68,8 @@ class News:
     """The work that a member has finished since its last News.
 
     Attributes:
-        computed: keys of the contexts that were computed.
-        files: name -> SHA-256 and size, of complete files in the member's folder.
+        computed: the keys of the contexts that the engine computed.
+        files: maps the names of complete files in the member's folder to SHA-256 and size.
     """
 
     computed: list[bytes]
@@ -75,7 +77,7 @@ class News:
 
 
 class Member:
-    """One engine and its shards. The caller calls `start` first."""
+    """One engine and the shards of its rows. The caller calls `start` first."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -101,7 +103,7 @@ class Member:
             )
         with suppress(OSError):
             os.chdir(setup.folder)
-        guard()  # before `make`, because `make` starts the engine's processes
+        guard()  # must be before `make`, which starts the engine's processes
         self._engine = engine = setup.make()
         self._storing = Storing(engine, setup.reads, setup.files)
         threading.Thread(target=self._run, name="vllm-scope-engine", daemon=True).start()
@@ -111,7 +113,7 @@ class Member:
         )  # fmt: skip
 
     def stay(self) -> None:
-        """Never return. When this process ends, the caller's future of this call raises."""
+        """Never return. When this process ends, the future of this call raises EngineLostError."""
         threading.Event().wait()
 
     def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
@@ -119,7 +121,10 @@ class Member:
         return self._engine.encode(texts)
 
     def give(self, contexts: Sequence[Context]) -> News:
-        """Queue contexts, after a wait while MOST_WAITING are queued. Raises the engine's error."""
+        """Wait until fewer than MOST_WAITING contexts are queued, then queue `contexts`.
+
+        Raises the engine's error if the engine has failed.
+        """
         with self._changed:
             self._wait_for(lambda: len(self._waiting) < MOST_WAITING)
             self._waiting.extend(contexts)
@@ -131,10 +136,10 @@ class Member:
         """Wait until all received contexts are computed and their rows are visible.
 
         Args:
-            drop: True: leave out the contexts that still wait for the engine.
+            drop: whether the contexts that still wait for the engine are left out.
 
         Raises:
-            FileError: a shard cannot be written.
+            FileError: this process cannot write a shard.
             ScopeError: the engine failed.
         """
         with self._changed:
@@ -142,7 +147,7 @@ class Member:
                 self._num_open -= len(self._waiting)
                 self._waiting.clear()
             self._wait_for(lambda: not self._num_open)
-            self._storing.flush()  # the engine's thread writes no rows now
+            self._storing.flush()  # safe, because the engine's thread writes no rows now
             return self._news()
 
     def close(self) -> None:
@@ -173,15 +178,19 @@ class Member:
                         self._num_open -= 1
                         self._changed.notify_all()
         except BaseException as error:
-            with suppress(Exception):  # no other engine then computes these contexts again
+            with suppress(Exception):
+                # Finish the shards, so that no other engine computes these contexts again.
                 self._storing.flush()
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
     def _given(self) -> Iterator[Context]:
-        """Yield the queued contexts, and end when the queue is empty. The engine then finishes its
-        contexts, so that their rows do not wait for later contexts."""
+        """Yield the queued contexts, and end when the queue is empty.
+
+        At the end, the engine finishes the contexts that it has, so that the rows of these contexts
+        do not wait for later contexts.
+        """
         while True:
             with self._changed:
                 if not self._waiting:

@@ -1,8 +1,8 @@
-"""Protocols of a pool. A pool starts the processes of several engines.
+"""Protocols of a pool, which starts the processes of several engines.
 
 Owns:  the protocols Pool and Handle, and EngineLostError.
-Runs:  no code runs: this module has only types.
-To:    several. `processes.Processes` and `ray_pool.RayPool` are Pools.
+Runs:  nowhere, because this file has only types.
+To:    several. `processes.Processes` and `ray_pool.RayPool` implement Pool.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from vllm_scope.errors import ScopeError
 
 
 class EngineLostError(ScopeError):
-    """The process of an engine has ended. Another process can replace it."""
+    """The process of an engine has ended. A new process can replace the ended process."""
 
 
 class Handle(Protocol):
-    """A Member in a process of its own. Several threads can call it at the same time."""
+    """A Member in a separate process. Several threads can call the Member at the same time."""
 
     def call(self, method: str, *args: object) -> Future[Any]:
         """Call a method of the Member. Calls can run at the same time, and begin in any order.
 
         Returns:
-            a future with the method's result. If the method raises a ScopeError, the future raises
-            this error; for another exception, a ScopeError. If the process ends, EngineLostError.
+            A future with the method's result. If the method raises a ScopeError, the future raises
+            the same error. If the method raises another exception, the future raises a ScopeError.
+            If the process ends, the future raises EngineLostError.
 
         Raises:
             pickle.PicklingError, AttributeError, TypeError: an argument cannot be pickled.
@@ -33,12 +34,12 @@ class Handle(Protocol):
         ...
 
     def kill(self) -> None:
-        """End the process at once. If the process has already ended, do nothing."""
+        """End the Member's process at once. If the process has already ended, do nothing."""
         ...
 
 
 class Pool(Protocol):
-    """Starts Members."""
+    """Starts Members, each in a new process."""
 
     def start(self, number: int) -> Handle:
         """Start a Member in a new process, on the devices of engine `number`. Numbers start at 0.

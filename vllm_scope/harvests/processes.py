@@ -1,4 +1,4 @@
-"""Processes of this host, one for each engine.
+"""Starts the processes of several engines on this host, one process for each engine.
 
 Owns:  Processes.
 Runs:  in the harvesting process. For each engine, one thread receives the engine's answers.
@@ -32,11 +32,11 @@ MOST_KILL_S = 60.0
 
 
 class Processes:
-    """A Pool of processes of this host.
+    """A Pool that starts processes on this host.
 
     Args:
-        count: number of engines.
-        gpus: number of GPUs of each engine.
+        count: the number of engines.
+        gpus: the number of GPUs of each engine.
 
     Raises:
         ConfigError: this host has fewer GPUs than the engines need.
@@ -55,11 +55,11 @@ class Processes:
         return _Process(self._devices[number])
 
     def close(self) -> None:
-        """Do nothing, because the pool has no resources."""
+        """Do nothing, because this pool holds no resources."""
 
 
 def _devices() -> list[str]:
-    """The GPUs that CUDA_VISIBLE_DEVICES names. If the variable is not set, all GPUs."""
+    """The GPUs that CUDA_VISIBLE_DEVICES names, or all GPUs if this variable is not set."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [name for name in named.split(",") if name]
@@ -72,7 +72,7 @@ class _Process:
     def __init__(self, devices: list[str]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        # Not a daemon, because Python's daemons cannot have children, such as vLLM's processes.
+        # The process is not a daemon. In Python, a daemon cannot start processes, and vLLM does.
         self._process = context.Process(target=_serve, args=(theirs, devices))
         self._process.start()
         assert self._process.pid is not None
@@ -94,23 +94,23 @@ class _Process:
             try:
                 self._pipe.send((number, method, args))
             except OSError:
-                pass  # the process has ended, and `_take` notices the end
+                pass  # the process has ended, and `_take` finds this out
             except BaseException:  # an argument cannot be pickled
                 del self._futures[number]
                 raise
         return future
 
     def kill(self) -> None:
-        """Kill the process and the processes that it started. Wait until they have ended, at most
-        MOST_KILL_S."""
-        # A thread does this, because Ctrl-C ends the wait for a thread, but not the thread.
+        """Kill the process and the processes that it started. Then wait until all these processes
+        have ended, but at most MOST_KILL_S seconds."""
+        # A thread kills the processes. Ctrl-C ends the wait for the thread, but not the thread.
         thread = threading.Thread(target=self._kill, name="vllm-scope-kill")
         thread.start()
         thread.join()
 
     def _kill(self) -> None:
         if self._process.is_alive():
-            # The member's guard kills these processes too, but perhaps after this command's end.
+            # The member's guard kills these processes too, but perhaps after this process's end.
             with suppress(ProcessLookupError):  # the member has no group of its own yet
                 os.killpg(self._pid, signal.SIGKILL)
             self._process.kill()
@@ -132,15 +132,18 @@ class _Process:
 
 
 def _runs(group: int) -> bool:
-    """True if the group has a running process. A zombie does not count, because its parent may
-    never wait for it (for example the first process of a container)."""
+    """Whether a group of processes has a running process.
+
+    A zombie does not count, because the parent of a zombie may never wait for the zombie. The first
+    process of a container is often such a parent.
+    """
     try:
         os.killpg(group, 0)
     except OSError:  # the group has no process
         return False
     for process in psutil.process_iter():
-        with suppress(OSError, psutil.Error):  # the process is gone
-            # If a process's first thread ends before its other threads, the status is zombie.
+        with suppress(OSError, psutil.Error):  # the process has ended meanwhile
+            # A process is also a zombie if its first thread has ended and other threads still run.
             if os.getpgid(process.pid) == group and (
                 process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
             ):
@@ -160,7 +163,7 @@ def _settle(future: Future[Any], answer: bytes) -> None:
 
 
 def _serve(pipe: Connection, devices: list[str]) -> None:
-    """Run a member. Answer calls until the pipe's other end is closed, then end this process."""
+    """Run a member. Answer calls until the pipe's other end is closed. Then end this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the harvesting process ends this process
     if devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
@@ -186,4 +189,5 @@ def _serve(pipe: Connection, devices: list[str]) -> None:
     with suppress(EOFError, OSError):
         while True:
             threads.submit(answer, *pipe.recv())
-    os._exit(0)  # works also if the engine is busy; the guard then ends the engine's processes
+    # This call works even if the engine is busy. The guard then ends the engine's processes.
+    os._exit(0)

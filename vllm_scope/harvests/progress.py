@@ -1,4 +1,4 @@
-"""The progress line of a harvest: documents done, their rate, the time left, tokens per second."""
+"""The progress line of a harvest, with the finished documents, their rate, and the time left."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from vllm_scope.harvests.contexts import Context
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """A line on standard error.
+    """A line on standard error that shows the progress of a harvest.
 
     Args:
-        total: number of documents.
+        total: number of documents in the data set.
         begun: number of documents that earlier runs have finished.
-        shown: False: no line is shown.
+        shown: whether the line is shown.
     """
 
     def __init__(self, total: int, begun: int, shown: bool) -> None:
@@ -28,12 +28,14 @@ class Progress(AbstractContextManager["Progress"]):
         self._started, self._num_tokens = time.monotonic(), 0
 
     def add(self, context: Context, skipped: int) -> None:
-        """Count a computed context. A document counts as done after the context with its first
-        token was computed.
+        """Count a computed context.
+
+        A document counts as finished after the context with the document's first token was
+        computed.
 
         Args:
-            skipped: number of documents that the harvest has skipped so far. All of them count as
-                done.
+            skipped: number of documents that the harvest has skipped so far. All skipped documents
+                count as finished.
         """
         self._num_tokens += len(context.token_ids)
         per_s = self._num_tokens / max(time.monotonic() - self._started, 1e-3)
@@ -42,8 +44,10 @@ class Progress(AbstractContextManager["Progress"]):
         self._show(self._done + skipped)
 
     def finish(self) -> None:
-        """Count all documents as done. Documents without tokens are in no context, so `add` has not
-        counted them."""
+        """Count all documents as finished.
+
+        `add` does not count the documents without tokens, because they are in no context.
+        """
         self._show(self._total)
 
     def _show(self, done: int) -> None:

@@ -1,4 +1,4 @@
-"""Ray actors, one for each engine, on any hosts of a cluster.
+"""Starts Ray actors on the hosts of a cluster, one actor for each engine.
 
 Owns:  RayPool.
 Runs:  in the harvesting process, which is the cluster's driver.
@@ -21,17 +21,18 @@ from vllm_scope.harvests.processes import MOST_CALLS
 
 
 class RayPool:
-    """A Pool of Ray actors.
+    """A Pool that starts Ray actors.
 
     Args:
-        address: a cluster's address. None: the address in RAY_ADDRESS. If RAY_ADDRESS is not set,
-            the pool starts a cluster on this host, and `close` ends this cluster. If this process
-            is already connected to Ray, the pool uses that connection.
-        count: number of engines. None: as many as the GPUs allow; without GPUs, one engine.
-        gpus: number of GPUs of each engine, all on one host.
+        address: the address of a cluster, or None for the address in RAY_ADDRESS. If RAY_ADDRESS is
+            not set, the pool starts a cluster on this host, and `close` ends this cluster. If this
+            process is already connected to Ray, the pool uses the existing connection.
+        count: the number of engines. None means the largest number for which the cluster has GPUs,
+            or one engine in a cluster without GPUs.
+        gpus: the number of GPUs of each engine. All GPUs of an engine are on one host.
 
     Attributes:
-        count: number of engines.
+        count: the number of engines.
 
     Raises:
         ConfigError: Ray is not installed, or the cluster does not answer or has too few resources.
@@ -57,8 +58,10 @@ class RayPool:
             raise
 
     def _fitting(self, count: int | None, gpus: int) -> tuple[int, int]:
-        """The number of engines, and the number of GPUs for each engine. The second number is 0 in
-        a cluster without GPUs. Raises ConfigError."""
+        """The number of engines, and the number of GPUs for each engine. Raises ConfigError.
+
+        In a cluster without GPUs, the number of GPUs for each engine is 0.
+        """
         hosts = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         gpus = gpus if any(host.get("GPU", 0) for host in hosts) else 0
         most = room(hosts, gpus)
@@ -84,7 +87,7 @@ class RayPool:
 
 
 def room(hosts: Sequence[Mapping[str, float]], gpus: int) -> int:
-    """The number of engines that hosts with these resources have room for. Each engine needs a CPU
+    """The number of engines for which hosts with these resources have room. Each engine needs a CPU
     and `gpus` GPUs of one host."""
     return sum(
         int(min(host.get("CPU", 0), host.get("GPU", 0) // gpus if gpus else host.get("CPU", 0)))

@@ -4,11 +4,12 @@
 
 Owns:  SeveralEngines.
 Runs:  in the harvesting process, on the job's thread. Another thread makes the next contexts.
-From:  job (contexts).   To: members, by a pool.
+From:  job (contexts).   To: members, in processes that a pool starts.
 
-Promise: each context is in one visible shard, whichever engines are lost. A shard is visible only
-after this process has moved the shard to the root. If an engine is lost, this process moves the
-engine's finished shards, and other engines compute the rest. An unfinished shard is never visible.
+Promise: each context is in exactly one visible shard, even if engines are lost. A shard is visible
+only after this process has moved the shard to the root folder. If an engine is lost, this process
+moves the engine's finished shards, and other engines compute the engine's other contexts. An
+unfinished shard is never visible.
 """
 
 from __future__ import annotations
@@ -33,25 +34,26 @@ from vllm_scope.request.actions import Read
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: The most contexts in one call, and the most calls that wait for an engine at one time.
+#: The most contexts in one call of a member, and the most calls that wait for a member's answer.
 CHUNK, MOST_CALLS = 32, 2
-#: If more engines than this are lost one after another without a new shard, the harvest ends.
+#: The harvest ends if more engines than this are lost one after another without a new shard.
 MOST_LOST = 3
-#: The most seconds that engines get to close. If the harvest ends early, also the most seconds that
-#: engines get to write their computed rows.
+#: How many seconds a harvest waits for engines that close. A harvest that ends early also waits
+#: this long for engines that write their computed rows.
 END_S = 60.0
 
 
 @dataclass(eq=False)
 class _Seat:
-    """One engine of the harvest. If the engine is lost, a new seat gets the same number.
+    """One engine of the harvest. If the engine is lost, a new engine gets the same number.
 
     Attributes:
-        place: hidden folder or URL of the engine's shards, until the shards become visible.
-        stay: the call of `Member.stay`, which ends only when the engine's process ends.
-        calls: the other calls that have no answer yet.
-        given: key -> context, of contexts that the engine has and that are in no visible shard.
-        facts: None while the engine starts.
+        place: the hidden folder or URL of the engine's shards, until the shards become visible.
+        stay: the future of the call of `Member.stay`, which ends only when the engine's process
+            ends.
+        calls: the futures of the other calls that have no answer yet.
+        given: maps keys to contexts that the engine has received and that are in no visible shard.
+        facts: the Facts of the engine, or None while the engine starts.
     """
 
     number: int
@@ -64,14 +66,15 @@ class _Seat:
 
 
 class SeveralEngines:
-    """Several engines as one Store. SeveralEngines implements EngineFacts too.
+    """Several engines that together implement Store and EngineFacts.
 
     Args:
-        setup: the setup of every engine. The root of its `files` is the harvest's root, which this
-            process has locked. Each engine gets a hidden folder of its own below this root.
+        count: the number of engines.
+        setup: the Setup of every engine. The root of `setup.files` is the harvest's root folder,
+            which this process has locked. Each engine gets a separate hidden folder below the root.
 
     Raises:
-        ConfigError: the engines' settings differ.
+        ConfigError: the engines do not have the same settings.
         SpecError: the setup cannot be pickled for another process.
         ScopeError: an engine cannot start.
     """
@@ -81,9 +84,9 @@ class SeveralEngines:
         files = setup.files
         self._staged = make_staged(files.root, files.fsync, files.file_mode)
         self.found: dict[str, tuple[str, int]] = {}
-        #: Contexts of lost engines. Other engines compute these contexts again.
+        #: Contexts of lost engines, which other engines compute again.
         self._again: list[Context] = []
-        #: Key -> context, of contexts that `compute` has received and has not yielded.
+        #: Maps keys to contexts that `compute` has received and has not yielded.
         self._untold: dict[bytes, Context] = {}
         self._num_lost = self._next = 0
         self._closed = False
@@ -117,15 +120,14 @@ class SeveralEngines:
             raise
 
     def _begin(self, seat: _Seat, facts: Facts) -> None:
-        """Keep the facts of a started engine. Raises ConfigError if the engine's settings differ
-        from the first engine's."""
+        """Keep the facts of a started engine. Raises ConfigError if engines' settings differ."""
         seat.calls.clear()
         first = self._facts = self._facts or facts
         for name, value in first.settings.items():
             if facts.settings.get(name) != value:
                 raise ConfigError(
                     f"the engine on host {first.host} has {name} {shown(value)}, and the engine on "
-                    f"host {facts.host} has {shown(facts.settings.get(name))}; give all the same."
+                    f"host {facts.host} has {shown(facts.settings.get(name))}; these must be equal."
                 )
         seat.facts = facts
 
@@ -159,8 +161,10 @@ class SeveralEngines:
         return self._first.settings
 
     def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """The token ids of each text. Each call goes to the next engine in turn. The thread that
-        makes contexts calls this method."""
+        """The token ids of each text.
+
+        Each call asks the next engine in turn. The thread that makes contexts calls this method.
+        """
         while not self._closed:
             ready = [seat for seat in self._seats if seat.facts is not None]
             if ready:
@@ -170,12 +174,12 @@ class SeveralEngines:
                     found: Sequence[Sequence[int]] = member.call("encode", texts).result()
                     return found
                 except EngineLostError:
-                    pass  # the job's thread notices the loss too, and replaces the engine
+                    pass  # the job's thread finds out too that the engine is lost, and replaces it
             time.sleep(0.05)
         raise ScopeError("the engines of this harvest have ended.")
 
     def compute(self, contexts: Iterable[Context]) -> Generator[Context]:
-        """See Store."""
+        """As in Store."""
         chunks = _Chunks(contexts)
         try:
             while True:
@@ -190,7 +194,7 @@ class SeveralEngines:
                         self._untold |= {one.key: one for one in chunks.take()}
                         continue
                     seat = of[future]
-                    # An earlier answer of this loop may have shown that the engine is lost.
+                    # An earlier answer in this loop can have shown that the engine is lost.
                     if seat in self._seats and future in (*seat.calls, seat.stay):
                         for key in self._answered(seat, future):
                             if (context := self._untold.pop(key, None)) is not None:
@@ -199,12 +203,14 @@ class SeveralEngines:
             self._save()
             raise
         finally:
-            self._closed = True  # `encode` then raises, and the thread of the chunks ends
+            self._closed = True  # `encode` then raises an error, and the thread of the chunks ends
             chunks.close()
 
     def _feed(self, seat: _Seat, chunks: _Chunks) -> None:
-        """Give an engine as many contexts as the engine has room for. If no context is left, ask
-        the engine to finish."""
+        """Send contexts to an engine until MOST_CALLS calls have no answer.
+
+        If no context is left, ask the engine to finish.
+        """
         while seat.facts is not None and len(seat.calls) < MOST_CALLS:
             if some := self._again[:CHUNK] or chunks.pop():
                 del self._again[:CHUNK]
@@ -219,9 +225,9 @@ class SeveralEngines:
         """Take an engine's answer. If the answer shows that the engine is lost, start a new engine.
 
         Returns:
-            the keys of computed contexts, from the answer and from the shards that became visible.
-            The same key can be returned twice, because answers come in any order and engines can be
-            lost.
+            The keys of computed contexts, from the answer and from the shards that became visible.
+            Different calls can return the same key, because answers come in any order and engines
+            can be lost.
         """
         seat.calls.discard(future)
         try:
@@ -242,10 +248,10 @@ class SeveralEngines:
         """Make shards of an engine visible.
 
         Args:
-            names: the names of the shards; None: all shards in the engine's folder.
+            names: the names of the shards, or None for all shards in the engine's folder.
 
         Returns:
-            the keys of the shards' contexts.
+            The keys of the shards' contexts.
         """
         moved = move_shards(self._staged, seat.place, lambda keys: keys <= seat.given.keys(), names)
         for key in moved:
@@ -257,7 +263,8 @@ class SeveralEngines:
         """Replace a lost engine by a new engine. Raises ScopeError if too many engines were lost.
 
         Returns:
-            the keys of the contexts whose shards the lost engine had finished; now visible.
+            The keys of the contexts in the shards that the lost engine had finished. These shards
+            are now visible.
         """
         host = "a host" if seat.facts is None else f"host {seat.facts.host}"
         finished = self._take_over(seat)
@@ -276,7 +283,7 @@ class SeveralEngines:
         return finished
 
     def _take_over(self, seat: _Seat) -> Set[bytes]:
-        """End an engine, make its finished shards visible, return the keys of their contexts."""
+        """End an engine, show its finished shards, and return the keys of the shards' contexts."""
         seat.member.kill()
         seat.calls.clear()
         finished = self._show(seat)
@@ -284,7 +291,7 @@ class SeveralEngines:
         return finished
 
     def _save(self) -> None:
-        """Let the engines write their computed rows, make the shards visible, end the engines."""
+        """Let the engines write their computed rows, show the shards, and end the engines."""
         ready = [seat for seat in self._seats if seat.facts is not None]
         wait([seat.member.call("finish", True) for seat in ready], END_S)
         for seat in ready:
@@ -306,10 +313,10 @@ class SeveralEngines:
 
 
 class _Chunks:
-    """Contexts in chunks. A thread makes the next chunk.
+    """Divides contexts into chunks. A thread makes the next chunk.
 
     Attributes:
-        waiting: a list with the future of the next chunk; empty if no chunk is being made.
+        waiting: a list with the future of the next chunk, or [] if the thread makes no chunk.
         ended: True after `take` has found that no context is left.
     """
 
@@ -330,12 +337,12 @@ class _Chunks:
         return self._next
 
     def pop(self) -> list[Context]:
-        """The next chunk. Empty if `take` has not stored a chunk, or if no context is left."""
+        """Return the next chunk. The chunk is empty if `take` has not stored any contexts."""
         found, self._next = self._next, []
         if found:
             self.waiting.append(self._thread.submit(self._make))
         return found
 
     def close(self) -> None:
-        """Wait until the thread has ended."""
+        """Wait until the thread of the chunks has ended."""
         self._thread.shutdown()

@@ -1,11 +1,12 @@
-"""The shards of a harvest: their contexts, hashes and figures.
+"""Reads the contexts, hashes and figures of a harvest's shards, and makes shards visible.
 
 Owns:  Shard, Shards, HashingPublisher, `move_shards`, `take_left`.
 Runs:  in the harvesting process. HashingPublisher runs on the threads that write shards.
 From:  files (writes shards, and reads their indexes).   To: job, manifest.
 
 Promise: a context is finished if a visible shard has the context. No other file decides whether a
-context is finished. If the process is killed before it writes the manifest, no work is lost.
+context is finished. Therefore no finished context is lost if the process is killed before it writes
+the manifest.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ _CHUNK = 1 << 20
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """One file, as an entry of the manifest.
+    """The entry of one shard's file in the manifest.
 
     Attributes:
-        sha256: the file's hash, hexadecimal.
+        sha256: the file's hash, in hexadecimal digits.
         num_bytes: the file's size.
-        contexts, tokens: number of prompts in the file, and number of their tokens.
+        contexts: number of contexts in the file.
         documents: number of documents whose first token is in the file.
+        tokens: number of tokens in the file's contexts.
         truncated: number of documents whose later tokens were left out.
     """
 
@@ -92,12 +94,12 @@ class Shards:
     """The visible shards of one folder.
 
     Args:
-        truncates: True if the job leaves out the tokens after a document's first context.
+        truncates: whether the job leaves out the tokens after a document's first context.
 
     Attributes:
         done: the keys of the shards' contexts. A key takes about 100 bytes of memory.
-        found: name -> shard.
-        statistics: `site.layer` -> figures of all rows of the shards.
+        found: maps the names of files to shards.
+        statistics: maps `site.layer` to the figures of this stream's rows in all shards.
     """
 
     def __init__(self, folder: Folder, truncates: bool) -> None:
@@ -107,11 +109,11 @@ class Shards:
         self.statistics: dict[str, Statistics] = {}
 
     def take(self, hashes: Mapping[str, tuple[str, int]]) -> None:
-        """Add all shards that have become visible.
+        """Add all shards that have become visible since the last call.
 
         Args:
-            hashes: name -> SHA-256 and size of files whose hash is known. If a file is not in
-                `hashes`, or its size differs, this method hashes the file.
+            hashes: maps the names of files with a known hash to SHA-256 and size. This method
+                computes the hash of a file that is not in `hashes` or has another size.
 
         Raises:
             FileError: a file is damaged, or two shards have a context in common.
@@ -122,7 +124,7 @@ class Shards:
 
     def _take(self, name: str, known: tuple[str, int] | None) -> None:
         index = read_index(self._folder, name)
-        if index is None:  # not a shard, but the file of means or another program's file
+        if index is None:  # not a shard, but the file with the means or another program's file
             return
         if any(not request.documents for request in index.requests):
             raise FileError(f"{name} has rows that no harvest wrote; harvest into another folder.")
@@ -169,8 +171,9 @@ class Shards:
 
 
 def take_left(files: FileOptions) -> None:
-    """Make the finished shards of a killed harvest's engines visible. The caller holds the folder's
-    lock.
+    """Make the finished shards of a killed harvest's engines visible.
+
+    The caller holds the folder's lock.
 
     Raises:
         FileError: a shard is damaged, or cannot be moved.
@@ -194,12 +197,13 @@ def move_shards(
     """Make shards visible that another process wrote to a hidden folder.
 
     Args:
-        place: the hidden folder or its URL.
-        wanted: called with the keys of a shard's contexts. If it returns False, the shard stays.
-        names: the names of the shards; None: all shards in `place`.
+        place: the path or URL of the hidden folder.
+        wanted: a function of the keys of a shard's contexts. A shard for which this function
+            returns False stays in `place`.
+        names: the names of the shards, or None for all shards in `place`.
 
     Returns:
-        the keys of the contexts that have become visible.
+        The keys of the contexts in the shards that have become visible.
 
     Raises:
         FileError: a shard is damaged, or cannot be moved.
@@ -213,13 +217,13 @@ def move_shards(
         keys = _keys(folder, name)
         if keys and wanted(keys):
             staged.move(place, [name])
-            with suppress(FileError):  # a killed process may not have written the JSON file
+            with suppress(FileError):  # the JSON file is missing if the process was killed early
                 staged.move(place, [f"{name.removesuffix('.safetensors')}.json"])
             moved |= keys
     return moved
 
 
 def _keys(folder: Folder, name: str) -> set[bytes]:
-    """The keys of the contexts in a shard. Empty if the file is not a shard."""
+    """The keys of the contexts in a shard, or an empty set if the file is not a shard."""
     index = read_index(folder, name)
     return set() if index is None else {key_of(one.documents) for one in index.requests}

@@ -1,4 +1,4 @@
-"""Documents and contexts that cannot be read. A harvest skips them and continues.
+"""Finds the documents and contexts whose rows cannot be read. A harvest skips them and continues.
 
 Owns:  Skipped.
 Runs:  on the thread that makes contexts ahead of the engine.
@@ -17,17 +17,17 @@ from vllm_scope.harvests.documents import Document
 from vllm_scope.request.actions import Read
 from vllm_scope.request.bounded_json import is_unicode
 
-#: The most names that are kept. Further texts and contexts are only counted.
+#: The largest number of names in `reasons`. More skipped texts and contexts are only counted.
 _MOST_NAMES = 20
 
 
 class Skipped:
-    """Texts that are not valid Unicode, and contexts that lack a position of a read.
+    """Texts that are not valid Unicode, and contexts that do not have all positions of a read.
 
     Attributes:
         count: number of skipped texts and contexts.
         num_documents: number of documents whose first token is in a skipped text or context.
-        reasons: name of a skipped text or context -> why; only the first _MOST_NAMES.
+        reasons: maps the names of the first _MOST_NAMES skipped texts and contexts to the reasons.
     """
 
     def __init__(self, reads: Sequence[Read]) -> None:

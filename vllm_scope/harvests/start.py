@@ -1,6 +1,6 @@
-"""Starts a harvest: checks its arguments, locks its folder, starts its engine.
+"""Checks a harvest's arguments, locks its folder, starts its engine, and then runs the job.
 
-Owns:  `harvest_with`, which `vllm_scope.harvest` and the command call.
+Owns:  `harvest_with`, which `vllm_scope.harvest` and the command `harvest` call.
 To:    job.
 """
 
@@ -57,7 +57,7 @@ def harvest_with(
     engines: int | None,
     ray: bool | str,
 ) -> Harvest:
-    """Run a harvest. `vllm_scope.harvest` explains the arguments, and has their defaults."""
+    """Run a harvest. The docstring of `vllm_scope.harvest` explains the arguments."""
     check_reads(reads, long)
     _check_engines(model, engines, ray)
     files = FileOptions.parse({"root": out, "file_mib": file_mib, "fsync": fsync, "mode": mode})
@@ -79,7 +79,7 @@ def harvest_with(
 
 
 def _engine(model: object, options: Mapping[str, Any], reads: Sequence[Read]) -> Engine:
-    # Imported here, because this import loads vLLM, which takes seconds.
+    # The import is here, because it loads vLLM, which takes seconds.
     from vllm_scope.engine.offline import OfflineEngine
 
     with guarded():
@@ -129,14 +129,14 @@ def check_reads(reads: Sequence[Read], long: str) -> None:
             )
         if read.tokens.to_json() == "generated":
             raise SpecError(
-                "tokens is 'generated'; harvests and streams generate no tokens, so name others."
+                "tokens is 'generated'; harvests and streams generate no tokens; name other tokens."
             )
     if long not in get_args(Long):
         raise SpecError(f"long is {shown(long)}; it must be one of {', '.join(get_args(Long))}.")
 
 
 def _check_engines(model: object, engines: int | None, ray: bool | str) -> None:
-    """Raise SpecError if `engines` or `ray` is wrong, or does not fit the model."""
+    """Raise SpecError if `engines` or `ray` is wrong, or is given together with an LLM."""
     if engines is not None and (type(engines) is not int or not 1 <= engines <= MOST_ENGINES):
         raise SpecError(f"engines is {shown(engines)}; it must be 1 to {MOST_ENGINES}.")
     if not isinstance(ray, bool | str):

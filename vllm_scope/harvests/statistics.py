@@ -1,11 +1,11 @@
-"""Figures of a stream's rows. The figures of several shards can be added.
+"""Computes figures of a stream's rows, such as mean and variance, and adds the figures of shards.
 
 Owns:  Statistics, `compiled_count`.
-Runs:  `of_rows` on the threads that write shards. `+` in each process that reads shards.
-To:    shards (each holds the figures of its own rows), manifest, views.
+Runs:  on the threads that write shards (`of_rows`), and in each process that reads shards (`+`).
+To:    shards (each shard has the figures of its rows), manifest, views.
 
 Promise: apart from rounding, the figures do not depend on how the rows are divided among shards.
-All sums are in float64. The rows are decoded rows, as readers get them.
+All sums are in float64. The figures are those of the decoded rows, which readers of a shard get.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_scope.errors import FileError
 OUTLIER = 6.0
 #: The tensor with a stream's figures has the name `STREAM.statistics` in a shard.
 KEY = "statistics"
-#: The number of dimensions that are listed: the dimensions with the most outliers.
+#: The number of dimensions that `to_json` lists. These dimensions have the most outliers.
 _LISTED = 8
 _SCALARS = 7
 #: The number of float32 numbers in the buffer, which fits into the cache of one CPU core.
@@ -38,13 +38,15 @@ _MOST_SQUARED = float(np.finfo(np.float32).max)
 
 @dataclass
 class Statistics:
-    """Sums over rows.
+    """Counts and sums over the rows of one stream.
 
     Attributes:
-        counts: float64 [7]: number of finite rows, number of broken rows, number of rows with an
-            outlier, sum of norms, sum of squared norms, least norm, greatest norm. A broken row has
-            NaN, infinity or a squared norm beyond float32. No other figure includes broken rows.
-        values: float64 [3, hidden_size]: sum, sum of squares, number of outliers.
+        counts: the numbers of finite rows, of broken rows and of rows with an outlier, the sums of
+            the norms and of the squared norms, and the smallest and the largest norm, as float64
+            [7]. A broken row has NaN, infinity or a squared norm that float32 cannot store. All
+            other figures leave out broken rows.
+        values: the sum, the sum of squares and the number of outliers of each dimension, as float64
+            [3, hidden_size].
     """
 
     counts: NDArray[np.float64]
@@ -52,10 +54,11 @@ class Statistics:
 
     @staticmethod
     def of_rows(blocks: Iterator[Tensor]) -> Statistics:
-        """The sums over the rows of all blocks.
+        """Compute the Statistics of the rows of all blocks.
 
         Args:
-            blocks: at least one block, [num_rows, hidden_size], bfloat16, float16 or float32.
+            blocks: at least one block of rows. A block has the shape [num_rows, hidden_size] and
+                the dtype bfloat16, float16 or float32.
         """
         sums: _Sums | None = None
         for block in blocks:
@@ -71,14 +74,16 @@ class Statistics:
 
     @staticmethod
     def summary(blocks: Iterator[Tensor]) -> dict[str, Tensor]:
-        """Name -> tensor with a stream's figures, as a shard stores the tensor. This function is a
-        `Summary` of files.sharded."""
+        """Make the tensor with a stream's figures that a shard stores, under its name in the shard.
+
+        This function is a `Summary` of files.sharded.
+        """
         found = Statistics.of_rows(blocks)
         return {KEY: torch.from_numpy(np.concatenate([found.counts, found.values.ravel()]))}
 
     @staticmethod
     def parse(numbers: NDArray[np.float64], where: str) -> Statistics:
-        """The Statistics in a tensor that `summary` made. Raises FileError."""
+        """Make Statistics from a tensor of `summary`. Raises FileError if the tensor is damaged."""
         if numbers.ndim != 1 or (len(numbers) - _SCALARS) % 3 or len(numbers) <= _SCALARS:
             raise FileError(f"{where}: its statistics are {list(numbers.shape)}; it is damaged.")
         return Statistics(numbers[:_SCALARS], numbers[_SCALARS:].reshape(3, -1))
@@ -98,7 +103,10 @@ class Statistics:
         return found
 
     def to_json(self) -> dict[str, object]:
-        """The figures for `harvest.json`. Another file has each dimension's mean and variance."""
+        """The figures for `harvest.json`.
+
+        harvest-statistics.safetensors has the mean and the variance of each dimension.
+        """
         rows, broken, with_outlier, total, squares, least, most = self.counts.tolist()
         count = max(rows, 1)
         mean, variance, outliers = self.mean, self.variance, self.values[2]
@@ -126,7 +134,7 @@ class Statistics:
 
 
 class _Sums:
-    """Sums over rows of one width."""
+    """Sums over rows that have the same width."""
 
     def __init__(self, width: int) -> None:
         #: A buffer that every block of rows uses again.
@@ -135,11 +143,11 @@ class _Sums:
         self._values = np.zeros((3, width))
 
     def add(self, rows: Tensor) -> None:
-        """Add rows, [num_rows, width], bfloat16, float16 or float32."""
+        """Add rows [num_rows, width] to the sums. `of_rows` says which dtypes are possible."""
         count = compiled_count()
         for some in rows.split(len(self._rows)):
             into = self._rows[: len(some)]
-            if some.dtype == torch.bfloat16:  # bfloat16 has the upper half of a float32's bits
+            if some.dtype == torch.bfloat16:  # a bfloat16 has the upper 16 bits of a float32
                 bits = some.view(torch.uint16).numpy()
                 np.left_shift(bits, np.uint32(16), out=into.view(np.uint32), dtype=np.uint32)
             else:
@@ -157,14 +165,14 @@ def _count(
     """Add rows to `Statistics.counts` and `Statistics.values`.
 
     Args:
-        limit: a value is an outlier if its square is more than this part of the squared norm.
+        limit: a value is an outlier if its square is more than `limit` times the squared norm.
     """
     for i in range(rows.shape[0]):
         row = rows[i]
         squared_norm = 0.0
         for j in range(row.shape[0]):
             squared_norm += np.float64(row[j]) * np.float64(row[j])
-        if not squared_norm <= _MOST_SQUARED:  # also true if the squared norm is NaN
+        if not squared_norm <= _MOST_SQUARED:  # the condition is also true for NaN
             counts[1] += 1
             continue
         most, num_outliers = limit * squared_norm, 0
@@ -186,10 +194,10 @@ def _count(
 
 @cache
 def compiled_count() -> Callable[..., None]:
-    """`_count`, compiled by numba in half a second.
+    """The function `_count`, which numba compiles in half a second.
 
-    The function runs without the GIL. numpy takes and releases the GIL for each short step. With
-    numpy, two threads were slower than one thread.
+    The function runs without Python's GIL. numpy takes and releases the GIL for each short step.
+    With numpy, two threads were slower than one thread.
     """
     import numba  # vLLM installs numba
 

@@ -27,7 +27,7 @@ from vllm_scope.harvests.shards import HashingPublisher
 from vllm_scope.harvests.statistics import Statistics, compiled_count
 from vllm_scope.request.actions import Read
 
-#: A quarter of the processors write shards, but at least and at most this many threads.
+#: The smallest and the largest number of threads that write shards.
 _LEAST_WRITERS, _MOST_WRITERS = 2, 8
 
 
@@ -35,10 +35,10 @@ class Storing:
     """The Store of one engine. `close` writes the computed rows, and does not close the engine.
 
     Args:
-        files: options of the shards' files. Shards become visible below the root of `files`.
+        files: the options of the shards' files. Shards become visible below the root of `files`.
 
     Raises:
-        FileError: the root cannot be written to.
+        FileError: this process cannot write to the root of `files`.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class Storing:
         reads: Sequence[Read],
         files: FileOptions,
     ) -> None:
-        compiled_count()  # compiles before a writing thread needs the function
+        compiled_count()  # compiles the function before a writing thread needs it
         self._engine, self._reads = engine, reads
         self._num_layers = engine.num_layers
         self._publisher = HashingPublisher(make_publisher(files.root, files.fsync, files.file_mode))
         layout = ShardedLayout(files, self._publisher, Statistics.summary, _num_writers())
-        # No copies, because no other code uses the rows of a request that has ended.
+        # The writer makes no copies, because no other code uses the rows of an ended request.
         self._writer = Writer(files, self._publisher, layout, copies=False)
-        #: The `uid` of a request of this run is `_run`, followed by the request's number.
+        #: The `uid` of a request consists of `_run` and the request's number in this run.
         self._run, self._num_stored = secrets.token_hex(8), 0
-        #: Futures of the shards whose writing can still fail, in the order of their first rows.
+        #: Futures of the shards that are not written yet, in the order of their first rows.
         self._unpublished: deque[Future[None]] = deque()
 
     @property
@@ -68,7 +68,7 @@ class Storing:
         return versions()
 
     def compute(self, contexts: Iterable[Context]) -> Generator[Context]:
-        """See Store."""
+        """As in Store."""
         with closing(rows_of(contexts, self._engine, self._reads)) as computed:
             for context, rows in computed:
                 published = self._stored(context, rows)
@@ -80,7 +80,7 @@ class Storing:
     def _stored(self, context: Context, rows: Rows) -> Future[None]:
         request = self._writer.begin()
         for column in rows.columns():
-            assert isinstance(column.label, tuple)  # the label of a read
+            assert isinstance(column.label, tuple)  # the column of a Read has a tuple as label
             site, layer, when = column.label
             name = f"{site}.before" if when == "before" else site
             request.write(name, layer, column.positions, column.source)  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ class Storing:
             self._unpublished.popleft().result()
 
     def flush(self) -> None:
-        """See Store."""
+        """As in Store."""
         self._writer.flush()
         self._settle()
 
@@ -109,6 +109,8 @@ class Storing:
 
 
 def _num_writers() -> int:
-    """The number of threads that write shards. Each thread writes 0.3 to 0.7 GB/s. Most of this
-    time is for the hash."""
+    """The number of threads that write shards: a quarter of the processors, within the limits.
+
+    Each thread writes 0.3 to 0.7 GB/s. A thread spends most of its time on the hash.
+    """
     return max(_LEAST_WRITERS, min(_MOST_WRITERS, len(os.sched_getaffinity(0)) // 4))

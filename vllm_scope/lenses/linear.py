@@ -1,22 +1,22 @@
 """Affine maps from the residual stream at some layers to the final stream, and their files.
 
-Owns:  LinearLens; LensFile, a lens in the operator's options; `load_lens`, `load_lenses`.
-Runs:  on the CPU, anywhere with torch.
+Owns:  LinearLens; LensFile (a lens in the operator's options); `load_lens`, `load_lenses`.
+Runs:  on the CPU, in any process with torch.
 From:  safetensors files. To: worker.lens, analysis.
 
-`load_lens` reads two layouts. No pickle is read.
+`load_lens` reads two kinds of files, which are described here. Pickle files are not read.
 
-A file has `{layer}.weight` [d, d], and maybe `{layer}.bias` [d]. The map of a row x is weight x +
-bias. If the metadata have `residual` "true", the map is x + weight x + bias. The metadata can name
-the site. The default site is `resid_post`. A J-lens uses this layout: the matrix J is the weight at
-`resid_post`.
+A safetensors file has `{layer}.weight` [d, d], and can have `{layer}.bias` [d]. The map of a row x
+is weight x + bias. If `residual` is "true" in the file's metadata, the map is x + weight x + bias.
+The metadata can name the site of the rows. The default site is `resid_post`. The file of a J-lens
+also has this form, with the matrix J as the weight at `resid_post`.
 
-A folder of tuned-lens has `config.json` and `params.safetensors`, which has the tensors of
-tuned-lens's `params.pt`. The tensors have the same names as in a file. The map is x + weight x +
-bias. Map i is for the row that enters layer i: `resid_pre`.
+A folder of the package tuned-lens has `config.json` and `params.safetensors`, which has the tensors
+of tuned-lens's `params.pt`. The tensors have the same names as in a safetensors file. The map is x
++ weight x + bias. Map i is for `resid_pre` of layer i, which is the row that enters the layer.
 
-Source: tuned-lens 0.2, TunedLens.transform_hidden and .save; jlens, JacobianLens (`J_l @ h`, where
-h leaves layer l).
+The formulas are those of tuned-lens 0.2 (TunedLens.transform_hidden and TunedLens.save) and of
+jlens (in JacobianLens, the map is `J_l @ h`, where h is the row that leaves layer l).
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from vllm_scope.errors import ConfigError, SpecError, shown
 from vllm_scope.request.sites import LENS_SITES, MAX_LAYER, Place, SiteLayer
 from vllm_scope.saes.arrays import Tensors, map_safetensors, read_config
 
-#: The names of the files in a folder of tuned-lens.
+#: The names of the two files in a folder of the package tuned-lens.
 CONFIG, WEIGHTS = "config.json", "params.safetensors"
 _NAME = re.compile(r"([0-9]{1,5})\.(weight|bias)")
 
 
 class Affine(NamedTuple):
-    """One map: weight [d, d], and bias [d] or None. The result is weight x + bias."""
+    """One affine map, with the weight [d, d], and the bias [d] or None. The result for a row x is
+    weight x + bias."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -54,14 +55,15 @@ class LinearLens:
     """Affine maps of rows to the model's final residual stream, one map for each place.
 
     Attributes:
-        name: the lens's name in errors.
-        maps: (site, layer) -> the map of this place. The tensors have a float dtype, and are on the
-            CPU. They can be views of a mapped file.
-        residual: True: the map is x + weight x + bias. False: the map is weight x + bias.
+        name: the name of the lens in error messages.
+        maps: the map of each place (site, layer). The tensors have a float dtype, and are on the
+            CPU. The tensors can be views of a mapped file.
+        residual: True if the map of a row x is x + weight x + bias, False if it is weight x + bias.
         path: the file with the tensors. None if the lens is not from a file.
 
     Raises:
-        SpecError: `maps` is empty, a site is not on the residual stream, or shapes disagree.
+        SpecError: `maps` is empty, a site is not on the residual stream, or a tensor has a wrong
+            shape or dtype.
     """
 
     name: str
@@ -87,31 +89,32 @@ class LinearLens:
 
     @property
     def places(self) -> Mapping[Place, Affine]:
-        """`maps`, with the exact type of the keys."""
+        """The same object as `maps`, typed with Place as the keys."""
         return cast(Mapping[Place, Affine], self.maps)
 
     @property
     def sha256(self) -> str | None:
         """The SHA-256 of the file at `path`, in hexadecimal. None if `path` is None. Each access
-        reads the file. Raises OSError."""
+        reads the whole file. Raises OSError."""
         return None if self.path is None else sha256_of(self.path)
 
     @property
     def d_model(self) -> int:
-        """The width of a row."""
+        """The number of elements of a row."""
         return next(iter(self.maps.values())).weight.shape[-1]
 
     def map(self, rows: Tensor, place: SiteLayer) -> Tensor:
-        """Map rows of a place to input rows of the model's final norm.
+        """Apply the map of a place to rows of this place. The results are input rows for the
+        model's final norm.
 
         Args:
-            rows: [..., d_model], any float dtype, CPU.
+            rows: [..., d_model], any float dtype, on the CPU.
 
         Returns:
             [..., d_model], float64.
 
         Raises:
-            SpecError: the lens has no map for the place, or the map is not finite in float32.
+            SpecError: the lens has no map for the place, or a number is not finite in float32.
         """
         if place not in self.maps:
             known = ", ".join(f"{site} {layer}" for site, layer in self.maps)
@@ -124,7 +127,7 @@ class LinearLens:
         return found + x if self.residual else found
 
     def checked(self, place: Place) -> Affine:
-        """The map of a place. Raises SpecError if a number is not finite in float32."""
+        """The map of a place. Raises SpecError if a number of the map is not finite in float32."""
         one = self.maps[place]
         for tensor in one:
             if tensor is not None and not tensor.float().isfinite().all():
@@ -138,7 +141,7 @@ class LinearLens:
         """Write a file that `load_lens` reads, and return its SHA-256 in hexadecimal.
 
         Raises:
-            SpecError: the lens has maps of several sites. A file can name only one site.
+            SpecError: the lens has maps of several sites, but a file can name only one site.
         """
         sites = {place.site for place in self.places}
         if len(sites) > 1:
@@ -158,10 +161,11 @@ class LinearLens:
 
 @dataclass(frozen=True)
 class LensFile:
-    """A lens in the operator's options: the path, and the required digest of the file.
+    """A lens in the operator's options, with the path and the required digest of the file.
 
     Attributes:
-        sha256: the required digest of the file with the tensors, in hexadecimal. None: any digest.
+        sha256: the required digest of the file with the tensors, in hexadecimal. If None, every
+            digest is allowed.
     """
 
     path: str
@@ -187,7 +191,7 @@ class LensFile:
         )
 
     def load(self, name: str) -> LinearLens:
-        """Load the lens. Raises as `load_lens`."""
+        """Load the lens. Raises the same exceptions as `load_lens`."""
         return load_lens(self.path, name=name, sha256=self.sha256)
 
 
@@ -203,8 +207,9 @@ def load_lens(
 
     Args:
         path: a safetensors file, or a folder of tuned-lens.
-        name: the lens's name in errors. None: the path.
-        sha256: the required digest of the file with the tensors, in hexadecimal. None: any digest.
+        name: the name of the lens in error messages. If None, the path is the name.
+        sha256: the required digest of the file with the tensors, in hexadecimal. If None, every
+            digest is allowed.
 
     Raises:
         SpecError: the layout is unknown, the file is malformed, or the digest differs.
@@ -240,18 +245,19 @@ def load_lens(
 
 
 def load_lenses(entries: Mapping[str, object]) -> dict[str, LinearLens]:
-    """Load lenses from the operator's entries {name: path or object}, and return {name: lens}.
+    """Load the lenses of the operator's entries, and return the lenses by name. An entry is a path
+    or an object.
 
     Raises:
-        ConfigError: an entry is not a path or an object with `path` and `sha256`. Also as
-            `load_lens`.
+        ConfigError: an entry is not a path or an object with `path` and `sha256`. `load_lens`,
+            which is called for each entry, can raise other exceptions.
     """
     parsed = {name: LensFile.parse(value, f"lenses.{name}") for name, value in entries.items()}
     return {name: one.load(name) for name, one in parsed.items()}
 
 
 def sha256_of(path: Path) -> str:
-    """The digest of a file, in hexadecimal. Raises OSError."""
+    """The SHA-256 of a file, in hexadecimal. Raises OSError."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

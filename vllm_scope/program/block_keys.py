@@ -1,12 +1,12 @@
 """The keys under which vLLM finds the KV of edited tokens.
 
-Owns:  BlockKeys, and a cache: which tokens of a block the edits pick.
+Owns:  BlockKeys, and a cache of the tokens of a block that the edits pick.
 Runs:  in EngineCore, when vLLM hashes a request's blocks. numpy, no torch.
 From:  request.resolve (the edits).   To: engine.core.entry.
 
-Promise: two requests share the KV of a block only under two conditions. The same edits apply to the
-same tokens of this block and of all earlier blocks (vLLM chains the keys). The states of the edits'
-gates began at the same position.
+Promise: two requests share the KV of a block only if two conditions are met. First, the same edits
+apply to the same tokens of this block and of all earlier blocks (in vLLM, a block's key contains
+the key of the block before). Second, the states of the edits' gates began at the same position.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.resolved import ResolvedEdit
 from vllm_scope.request.selectors import Ids, Tokens, Word
 
-#: If a request has more edits, its blocks are not cached for other requests.
+#: If a request has more edits than MOST_EDITS, its blocks are not cached for other requests.
 MOST_EDITS = 8
-#: Limits of the cache in bytes: of all entries, and of one entry (one set of picks and one prompt
-#: length).
+#: The largest number of bytes of all entries of the cache, and of one entry. An entry has the
+#: blocks for one set of picks and one prompt length.
 REMEMBERED_BYTES, MOST_BYTES = 16 << 20, 1 << 20
-#: Measured sizes: a _Blocks without its picks, and a _Block without its text.
+#: The measured bytes of a _Blocks without its picks, and of a _Block without its text.
 _BLOCKS_BYTES, _BLOCK_BYTES = 1024, 640
 
 
 def _parts(edit: ResolvedEdit, num_prompt: int) -> Iterator[tuple[Pick, bytes]]:
-    """Yield (the tokens that an edit picks, a digest of the edit's effect on these tokens).
+    """Yield pairs of a Pick (the tokens that the edit picks) and a digest of the edit's effect on
+    these tokens.
 
     At a prompt token, the state of a gate has no effect. At a generated token, the state depends on
     all earlier generated tokens, and therefore on the position of the first generated token.
@@ -51,12 +52,12 @@ def _parts(edit: ResolvedEdit, num_prompt: int) -> Iterator[tuple[Pick, bytes]]:
 
 
 class _Block(NamedTuple):
-    """The tokens of a block that the edits pick.
+    """The tokens of one block that the edits of a request pick.
 
     Attributes:
         here: [num_edits], True for an edit that picks tokens of the block.
-        text: two blocks have equal texts if these edits pick the same tokens in both blocks. Empty
-            if no edit picks a token.
+        text: bytes that are equal for two blocks if the edits in `here` pick the same tokens in
+            both blocks. Empty if no edit picks a token.
     """
 
     here: NDArray[np.bool_]
@@ -64,14 +65,16 @@ class _Block(NamedTuple):
 
 
 class _BlocksKey(NamedTuple):
-    """If the picks of two requests use no token ids, requests with equal keys have equal blocks."""
+    """The key of a _Blocks object. If the picks of two requests use no token ids and their keys are
+    equal, the edits pick the same tokens in both requests."""
 
     picks: PicksKey
     num_prompt: int
 
 
 class _Blocks:
-    """The cached _Blocks of all requests with equal picks and equal prompt lengths. Thread-safe."""
+    """The _Block of each cached block, for all requests with equal picks and equal prompt lengths.
+    Thread-safe."""
 
     def __init__(self, key: _BlocksKey) -> None:
         self._key, self._num_bytes = key, _BLOCKS_BYTES + key.picks.num_bytes
@@ -90,10 +93,10 @@ class _Blocks:
         return self._known.get((start, stop))
 
     def put(self, start: int, stop: int, block: _Block) -> None:
-        """Cache a block, if there is room."""
+        """Cache a block, if the cache has room for it."""
         with self._lock:
             size = self._num_bytes + _BLOCK_BYTES + len(block.text)
-            # If the cache has dropped this object, its bytes are not counted: add no block.
+            # If the cache has dropped this object, no block is added, as its bytes are not counted.
             if size <= MOST_BYTES and _known.get(self._key) is self:
                 self._known[start, stop], self._num_bytes = block, size
                 _known.put(self._key, self, size)
@@ -103,12 +106,12 @@ _known: Remembered[_BlocksKey, _Blocks] = Remembered(REMEMBERED_BYTES)
 
 
 class _Edited:
-    """Finds the tokens of a block that the edits pick.
+    """Finds the tokens of a block that the edits of a request pick.
 
     Attributes:
         uniform: True if the picks depend only on the phase (prompt or generated).
         sees_ids: True if the picks also depend on the prompt's token ids.
-        shared: True if the picks use no token ids, and are few. Blocks are then cached for other
+        shared: True if the picks use no token ids, and are few, so that blocks are cached for other
             requests.
     """
 
@@ -122,21 +125,21 @@ class _Edited:
         self._key = PicksKey(given, ()) if self.shared else None
 
     def blocks(self, num_prompt: int) -> _Blocks | None:
-        """The cached blocks for prompts of this length; None if blocks are not cached."""
+        """The cached blocks for prompts of this length. None if blocks are not cached."""
         return None if self._key is None else _Blocks.of(_BlocksKey(self._key, num_prompt))
 
     def at(self, start: int, stop: int, num_prompt: int, prompt_ids: Ids) -> _Block:
         """The _Block of positions `start` to `stop` - 1.
 
         Args:
-            prompt_ids: the prompt's token ids. Can be empty if `sees_ids` is False.
+            prompt_ids: the prompt's token ids. The array can be empty if `sees_ids` is False.
         """
         positions = np.arange(start, stop, dtype=np.int64)
         if self.sees_ids:
             tokens = Tokens.running(positions, num_prompt, prompt_ids)
         else:
             tokens = Tokens(positions, num_prompt, np.full(len(positions), -1, np.int64), None)
-        #: Each distinct set of picked tokens -> its number, from 1.
+        #: The number of each distinct set of picked tokens, counted from 1.
         numbers: dict[bytes, int] = {}
         of_picks = np.zeros(len(self._picks), "<u4")
         for i, pick in enumerate(self._picks):
@@ -156,9 +159,9 @@ class BlockKeys:
     """The keys of one request's blocks.
 
     Args:
-        own: If a policy sets scales of generated tokens, no other request may use blocks with these
-            tokens. `own` is then bytes that no other request has. Else empty.
-        shared: Resolved.shared of the spec, a cache for all requests of the spec. None: no cache.
+        own: bytes that no other request has, if a policy sets scales of generated tokens, because
+            no other request may use blocks with these tokens. Empty if no policy sets scales.
+        shared: Resolved.shared, a cache for all requests of the spec. If None, there is no cache.
     """
 
     def __init__(
@@ -177,11 +180,12 @@ class BlockKeys:
         self._prompt_ids: Ids = np.asarray(prompt_ids, np.int64) if edited.sees_ids else ()
         digests = b"".join(digest for _, digest in parts)
         self._digests = np.frombuffer(digests, np.uint8).reshape(len(parts), -1)
-        #: If the edits depend only on the phase: (length, generated) of a block -> its key.
+        #: The key of a block, by (length, generated), for edits that depend only on the phase.
         self._of_phase: dict[tuple[int, bool], bytes | None] = {}
 
     def key(self, start: int, stop: int) -> bytes | None:
-        """The key of positions `start` to `stop` - 1; None if no position is edited."""
+        """The key of the block at the positions `start` to `stop` - 1. None if nothing is
+        edited."""
         found = self._of_edits(start, stop)
         return (found or b"") + self._own if self._own and stop > self._num_prompt else found
 

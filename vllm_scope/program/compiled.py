@@ -1,10 +1,10 @@
 """The programs of a spec. The values of the spec's picks for a token determine its program.
 
-Owns:  Compiled, the limits of one request, and which programs stay in memory.
+Owns:  Compiled, the limits of one request, and the memory that holds built programs.
 Runs:  in workers, in EngineCore and in the front-end. numpy, no torch.
-From:  compiler (makes a Compiled of actions), picks.   To: operations (builds the programs).
+From:  compiler (makes a Compiled from actions), picks.   To: operations (builds the programs).
 
-Promise: a request beyond the limits is refused before any of its programs is built.
+Promise: a request that exceeds the limits is refused before any of its programs is built.
 """
 
 from __future__ import annotations
@@ -40,30 +40,32 @@ from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.sites import LEVELS
 
 #: Limits of one request: the number of distinct programs, and the number of operations in all
-#: programs. The thread that launches the model handles the programs. If the request edits, or if
-#: taps score its rows, the thread writes all programs to the device's tables before the first step:
-#: 0.3 us per operation. A request that only reads costs 15 us per program and 1.3 us per operation,
-#: in the steps that need the program.
+#: programs. The thread that launches the model must write the programs to the device's tables. If
+#: the request edits, or if taps score its rows, the thread writes all programs before the first
+#: step. The writes take 0.3 us for each operation. For a request that only reads, each program is
+#: written in the step that needs the program. The writes then take 15 us for each program and 1.3
+#: us for each operation.
 MOST_PROGRAMS, MOST_OPS = 1024, 1 << 14
 MOST_PROGRAMS_WITH_EDITS, MOST_OPS_WITH_EDITS = 512, 1 << 13
-#: Limit of the bytes of programs that this process keeps, for all specs together.
+#: The largest number of bytes of programs that this process keeps, for all specs together.
 REMEMBERED_BYTES = 64 << 20
 _PROGRAM_BYTES, _OP_BYTES = 2048, 256
 
-#: Limits: the entries of Compiled.counts; the edits and the columns of a request with an entry.
+#: The largest number of entries of Compiled.counts, and the largest numbers of edits and of columns
+#: of a request with an entry.
 MOST_COUNTS, MOST_COUNTED_EDITS, MOST_COUNTED = 8, 8, 64
 
-#: [num_picks], the values of a token's picks (Pick.values).
+#: The values of all picks of a spec (Pick.values) for one token, [num_picks].
 Column = NDArray[np.int32]
 
 
 def as_columns(columns: Collection[bytes]) -> NDArray[np.int32]:
-    """An array of columns, [num_picks, num_columns], from the bytes of each column."""
+    """The array [num_picks, num_columns] of the columns with these bytes."""
     return np.frombuffer(b"".join(columns), np.int32).reshape(len(columns), -1).T
 
 
 class _Programs:
-    """Limits the memory of all built programs: the least recently used programs are dropped first.
+    """Limits the memory of all built programs. The least recently used programs are dropped first.
 
     A Compiled holds its own programs. If the Compiled is freed, its programs are also freed. A
     dropped program is built again when it is needed. Running requests keep their programs.
@@ -90,7 +92,7 @@ class _Programs:
 
 
 def _size_of(program: Program) -> int:
-    """Bytes of a program: its operations, and its copies of replacement rows."""
+    """The estimated bytes of a program's operations and of its copies of replacement rows."""
     ops = [op for _, ops in program.taps for op in ops]
     rows = (len(op.vector.data) for op in ops if op.code == OP_SET and op.vector is not None)
     return _OP_BYTES * len(ops) + sum(rows)
@@ -103,13 +105,14 @@ class CompiledEdit(NamedTuple):
     """An edit of a spec.
 
     Attributes:
-        pick: index of the edit's pick.
-        at: (boundary, group).
-        ops_of: the pick's value -> the edit's operations.
-        num_ops: how many operations the edit has, including its gate's operations.
-        gate: ((boundary, group), operation) for each operation of the edit's gate. A gate with a
-            state has two operations, and a gate without a state has one. Empty without a gate.
-        values: the rows of a replacement; None for edits of other kinds.
+        pick: the index of the edit's pick in `Compiled.picks`.
+        at: the boundary of the edit's site, and the group of the edit at this boundary.
+        ops_of: a function that takes the pick's value and returns the edit's operations.
+        num_ops: the number of the edit's operations, including the operations of its gate.
+        gate: for each operation of the edit's gate, the place (boundary, group) and the operation.
+            A gate with a state has two operations, and a gate without a state has one. Empty if
+            there is no gate.
+        values: the rows of a replacement. None for edits of other kinds.
     """
 
     pick: int
@@ -122,25 +125,28 @@ class CompiledEdit(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A spec's actions at some boundaries, for any prompt. Requests with equal specs share a
-    Compiled.
+    """A spec's actions at some boundaries, compiled for any prompt. Requests with equal specs share
+    a Compiled.
 
     Attributes:
-        reads: (index of the pick, points that the request named, head). The head is applied to the
-            rows; None for plain rows.
-        edits: the edits, in order.
+        reads: for each read or probe, the index of its pick, the points that the request named, and
+            the head that is applied to the rows (None for plain rows).
+        edits: the edits, in the order in which they are applied.
         check: the boundary at which every token of a request with edits is checked. None if
             the request has no edits, or is checked on another pipeline stage.
-        rows: `compiler.rows_of` of all reads and probes.
-        banks: Resolved.banks_on_rows.
-        scored: (index of the pick, point, the operations that compute numbers of the point's row).
-        of_phase: (phase: False for prompt tokens, True for generated tokens; RequestProgram.begun)
-            -> the program of all tokens of the phase. Filled only if all picks are uniform.
-        phase_columns: the same keys -> the column of all tokens of the phase.
-        built: bytes of a column -> its program, as long as `programs` keeps the program.
-        counts: columns -> (number of programs, number of operations, indices of the edits that
-            apply in at least one column). Empty if `_few` is False. Specs of one outline
-            (request.outline) share this dict.
+        rows: the result of `compiler.rows_of` for all reads and probes.
+        banks: the result of Resolved.banks_on_rows.
+        scored: for each probe that taps compute, the index of its pick, its point, and the
+            operations that compute numbers from the point's row.
+        of_phase: the program of all tokens of a phase. The first part of the key is False for
+            prompt tokens and True for generated tokens. The second part of the key is
+            RequestProgram.begun. This dict has entries only if all picks are uniform.
+        phase_columns: the column of all tokens of a phase, by the keys of `of_phase`.
+        built: the program of each column, by the column's bytes, while `programs` keeps the
+            program.
+        counts: for each tuple of columns, the number of programs, the number of operations, and the
+            indices of the edits that apply in at least one column. Empty if `_few` is False. Specs
+            of one outline (request.outline) share this dict.
     """
 
     picks: tuple[Pick, ...]
@@ -167,7 +173,7 @@ class Compiled:
 
     @cached_property
     def _alike(self) -> dict[str, object]:
-        """Cached properties that are equal for specs of one outline."""
+        """The cached properties that are equal for all specs of one outline."""
         names = (
             "used", "uses", "firsts", "delivering", "remembers", "uniform", "ops_of_picks",
             "num_actions", "_marks", "picks_key", "_few",
@@ -176,17 +182,18 @@ class Compiled:
 
     @cached_property
     def ref(self) -> weakref.ref[Compiled]:
-        """This object's key in `programs`. Unlike an id, the key is never reused."""
+        """This object's key in `programs`. Unlike `id(self)`, the key is never used again."""
         return weakref.ref(self)
 
     @property
     def has_vectors(self) -> bool:
-        """True if an operation has a vector: the spec edits, or a tap computes a probe."""
+        """True if an operation has a vector, because the spec edits or taps compute a probe."""
         return bool(self.edits) or bool(self.scored)
 
     @cached_property
     def used(self) -> tuple[int, ...]:
-        """Indices of the picks that the actions use. A column has 0 for each unused pick."""
+        """The indices of the picks that the actions use. In a column, unused picks have the value
+        0."""
         found = {read[0] for read in self.reads} | {edit.pick for edit in self.edits}
         return tuple(sorted(found))
 
@@ -196,24 +203,24 @@ class Compiled:
 
     @cached_property
     def uses(self) -> NDArray[np.bool_]:
-        """`used` as a mask, [num_picks]."""
+        """`used` as a mask, bool [num_picks]."""
         found = np.zeros(len(self.picks), bool)
         found[list(self.used)] = True
         return found
 
     @cached_property
     def firsts(self) -> frozenset[str]:
-        """Names of the probes for whose verdicts some picks wait."""
+        """The names of the probes for whose verdicts some picks wait."""
         return frozenset(pick.after for pick in self.picks if pick.after is not None)
 
     def waiting(self, begun: frozenset[str]) -> list[int]:
-        """Indices of the picks that wait for the verdict of a probe outside `begun`."""
+        """The indices of the picks that wait for the verdict of a probe that is not in `begun`."""
         left = self.firsts - begun
         return [i for i, pick in enumerate(self.picks) if pick.after in left] if left else []
 
     @cached_property
     def delivering(self) -> list[int]:
-        """Indices of the picks of actions that deliver."""
+        """The indices of the picks of actions that deliver rows or numbers."""
         return sorted({read[0] for read in self.reads})
 
     @cached_property
@@ -228,7 +235,8 @@ class Compiled:
 
     def program(self, column: Column) -> Program | None:
         key = column.tobytes()
-        # `self` marks a missing entry: None is a value, and another thread can remove the key.
+        # `self` marks a missing entry, because None is the value of some entries. `in` is not used,
+        # because another thread can remove the key after the test.
         known = self.built.get(key, self)
         if not isinstance(known, Compiled):
             programs.use(self, key)
@@ -239,7 +247,7 @@ class Compiled:
 
     @cached_property
     def ops_of_picks(self) -> NDArray[np.int64]:
-        """int64 [num_picks]: how many operations each pick adds to the program of a token."""
+        """int64 [num_picks], the number of operations that each pick adds to a token's program."""
         found = np.zeros(len(self.picks), np.int64)
         for pick, points, head in self.reads:
             found[pick] += 0 if isinstance(head, Told) else len(points)
@@ -252,7 +260,7 @@ class Compiled:
     @cached_property
     def num_actions(self) -> int:
         """The number of edits, read points and probe operations. At each place, the first probe
-        operation and the read point count as one."""
+        operation and the read point together count as one."""
         return (
             len(self.edits) + sum(len(points) for _, points, _ in self.reads)
             + sum(len(ops) - 1 for _, _, ops in self.scored)
@@ -260,8 +268,8 @@ class Compiled:
 
     @cached_property
     def _marks(self) -> NDArray[np.int64]:
-        """[num_picks] random weights. Equal columns have equal weighted sums. Different columns
-        have different sums, except with a negligible probability."""
+        """Random weights, int64 [num_picks]. Equal columns have equal weighted sums. The
+        probability that two different columns have equal sums is negligible."""
         return np.frombuffer(secrets.token_bytes(8 * len(self.picks)), np.int64)
 
     def distinct_in(
@@ -273,20 +281,22 @@ class Compiled:
             columns: [num_picks, n].
 
         Returns:
-            The index of the first occurrence of each distinct column, ascending; and for each
-            column, [n], the index of its distinct column.
+            Two arrays. The first array has the index of the first occurrence of each distinct
+            column, ascending. The second array, [n], has for each column the index of its distinct
+            column.
         """
         with np.errstate(over="ignore"):
             sums = self._marks @ columns.astype(np.int64)
         _, firsts, index = np.unique(sums, return_index=True, return_inverse=True)
-        # All ranks must have the same order, but the sums are random and differ between ranks.
+        # The columns are sorted by their first occurrence, because all ranks must have the same
+        # order. The sums are random and differ between ranks.
         order = np.argsort(firsts)
         rank = np.empty(len(order), np.int64)
         rank[order] = np.arange(len(order))
         return firsts[order], rank[index]
 
     def ranged(self, columns: NDArray[np.int32]) -> ColumnRange:
-        """The ColumnRange of these columns."""
+        """Make a ColumnRange of these columns."""
         firsts, index = self.distinct_in(columns)
         each = columns[:, firsts].T
         for made in (columns, index, each):
@@ -296,7 +306,8 @@ class Compiled:
     def check_size(self, columns: Collection[Column]) -> None:
         """Raise SpecError if columns need more programs or operations than a request may have."""
         most, most_ops = MOST_PROGRAMS, MOST_OPS
-        if self.edits:  # a monitor without edits must not cause a refusal
+        # A monitor without edits must not cause a refusal, so that only edits get the lower limits.
+        if self.edits:
             most, most_ops = MOST_PROGRAMS_WITH_EDITS, MOST_OPS_WITH_EDITS
         if len(columns) > most:
             raise SpecError(
@@ -315,7 +326,7 @@ class Compiled:
 
     @cached_property
     def op_list(self) -> OpList:
-        """Every operation that a token of the spec can get."""
+        """A list of every operation that a token of the spec can get."""
         listed, seeing = [], dict[tuple[tuple[int, int], Op], list[int]]()
         for pick, (boundary, group), ops_of, _, gate, values in self.edits:
             listed += [Listed(boundary, group + 1, 0, op, (pick,), -1, values) for op in ops_of(1)]
@@ -330,7 +341,7 @@ class Compiled:
         return OpList(listed, self.reads, self.rows, len(self.picks))
 
     def count(self, columns: tuple[bytes, ...]) -> tuple[int, int, list[bytes], set[Head]]:
-        """The same as OpList.count, faster if the spec is `_few`."""
+        """The result of OpList.count for these columns. The count is faster if `_few` is True."""
         if not self._few or len(columns) > MOST_COUNTED:
             return self.op_list.count(as_columns(columns))
         known = self.counts.get(columns)
@@ -345,11 +356,12 @@ class Compiled:
     @cached_property
     def _few(self) -> bool:
         """True for a spec that does not read and has at most MOST_COUNTED_EDITS simple edits, such
-        as a cell of a sweep. The programs are then counted without a list of operations.
+        as a cell of a sweep. The programs of such a spec are counted without a list of operations.
 
         An edit is simple if it has one operation in addition to at most one operation of its gate.
-        A replacement must have one row. A gate with a state is not simple: its edits at one layer
-        share an operation, so the picks do not determine the number of operations."""
+        A replacement must have one row. An edit whose gate has a state is not simple, because the
+        edits of this gate at one layer share an operation, so that the picks do not determine the
+        number of operations."""
         return not self.reads and len(self.edits) <= MOST_COUNTED_EDITS and all(
             edit.num_ops == 1 + len(edit.gate) <= 2
             and (edit.values is None or edit.values.shape[0] == 1)
@@ -357,7 +369,7 @@ class Compiled:
         )  # fmt: skip
 
     def _counted(self, columns: tuple[bytes, ...]) -> tuple[int, int, tuple[int, ...]]:
-        """The entry of `counts` for these columns."""
+        """Compute the entry of `counts` for these columns."""
         picks = [edit.pick for edit in self.edits]
         # Tokens with the same edits have the same program.
         has = (as_columns(columns)[picks] > 0).T.tolist()
@@ -371,14 +383,15 @@ class Compiled:
 
     @cached_property
     def takes_most(self) -> bool:
-        """True if no spec of the same outline uses more entries of the device tables."""
-        # Vectors that differ only in length can have the same direction, and then count as one.
+        """True if no spec of this outline uses more entries of the device tables than this one."""
+        # The keys are compared, because vectors that differ only in length can become the same unit
+        # vector, which counts one time.
         keys = [key for some in self._keys for key in some] if self._few else []
         return self._few and len(set(keys)) == len(keys)
 
     @cached_property
     def _keys(self) -> list[list[bytes]]:
-        """For each edit, the keys of its vectors and its gate's vectors. Valid if `_few`."""
+        """The keys of the vectors of each edit and of its gate. Valid if `_few` is True."""
         found = []
         for edit in self.edits:
             ops = [op for _, op in edit.gate]
@@ -391,10 +404,10 @@ class Compiled:
     def _delivered(
         self, column: Column
     ) -> tuple[dict[Head | None, tuple[int, ...]], tuple[tuple[int, int], ...]]:
-        """What a token with this column delivers: a dict of head (None for plain rows) -> points;
-        and Layout.also."""
+        """The values that a token with this column delivers. Returns the points of each head (None
+        for plain rows), and the value for Layout.also."""
         reads = [(points, head) for pick, points, head in self.reads if column[pick]]
-        #: Row -> the first point that the request named for the row.
+        #: The first point that the request named for each row.
         labels: dict[int, int] = {}
         for point in sorted(point for points, _ in reads for point in points):
             labels.setdefault(self.rows[point], point)
@@ -407,7 +420,7 @@ class Compiled:
         return {head: tuple(sorted(some)) for head, some in points.items()}, tuple(sorted(also))
 
     def layout(self, column: Column) -> Layout:
-        """The layout of the program of a token with this column."""
+        """The layout of a token with this column."""
         points, also = self._delivered(column)
         return Layout(points.pop(None, ()), _listed(points), also)
 
@@ -433,6 +446,6 @@ class Compiled:
 def _listed(
     points: Mapping[Head | None, tuple[int, ...]],
 ) -> tuple[tuple[Head, tuple[int, ...]], ...]:
-    """The points of heads, in the form of Layout.encoded, without plain rows."""
+    """The points of each head, in the form of Layout.encoded. Plain rows are left out."""
     made = ((head, some) for head, some in points.items() if head is not None)
     return tuple(sorted(made, key=lambda pair: pair[0].text))

@@ -1,12 +1,13 @@
-"""Compiles a request's actions: determines the program of each token.
+"""Compiles a request's actions, and determines the program of each token.
 
 Owns:  RequestProgram.
 Runs:  in workers, when a request arrives and when its tokens are planned; in EngineCore and the
        front-end, to compute the Cost of a request. numpy, no torch.
 From:  request.resolve.   To: compiled (builds and keeps the programs), plan, admission.
 
-Promise: a program depends on the token's absolute position, never on the step. Therefore chunked
-prefill and recomputation read and edit the same rows.
+Promise: a token's program depends on the token's absolute position, and never on the step.
+Therefore the same rows are read and edited if a prefill is computed in chunks, or if tokens are
+computed again.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from vllm_scope.request.resolved import Resolved, ResolvedEdit, ResolvedGate
 from vllm_scope.request.selectors import Ids, Selector, Tokens
 from vllm_scope.request.sites import LEVELS, Place, Sites, boundary_of_point
 
-#: How many positions after a request's end a step can still compute: draft tokens, and the step
-#: that async scheduling has already started.
+#: The number of positions after a request's end that a step can still compute. Such positions are
+#: those of draft tokens, and of a step that async scheduling has already started.
 OVERSHOOT = 64
 #: Columns are computed for at most this many positions at a time.
 POSITIONS_AT_ONCE = 4096
@@ -56,8 +57,8 @@ class Point(NamedTuple):
     """A point at which an action needs a row.
 
     Attributes:
-        head: the head that is applied to the row; None for the plain row.
-        after: as in Probe.
+        head: the head that is applied to the row. None for the plain row.
+        after: the attribute `after` of Probe.
     """
 
     tokens: Selector
@@ -70,7 +71,7 @@ def points_of(asked: Resolved) -> tuple[Point, ...]:
     """The distinct points of the actions that need rows."""
     found: tuple[Point, ...] | None = asked.__dict__.get("_points")
     if found is None:
-        # Cached, because many requests share a Resolved, and a Resolved can have 1,000 probes.
+        # Cached, because many requests share a Resolved, which can have 1,000 probes.
         found = asked.__dict__["_points"] = tuple(_points_of(asked))
     return found
 
@@ -80,7 +81,7 @@ def _points_of(asked: Resolved) -> Iterator[Point]:
         for stream in read.streams:
             yield Point(read.tokens, stream.point(read.when), read.encoding)
     cells = ((one, cell) for one in asked.banked for cell in one.cells)
-    # Many probes share a bank.
+    # Equal points are dropped, because many probes share a bank.
     yield from dict.fromkeys(
         Point(probe.tokens, cell.place.point(), cell.bank, probe.after) for probe, cell in cells
     )
@@ -90,7 +91,7 @@ def _points_of(asked: Resolved) -> Iterator[Point]:
 
 
 def rows_of(asked: Resolved, some: Resolved) -> dict[int, int]:
-    """Each point of the actions in `some` -> the first of these points with the same row.
+    """For each point of the actions in `some`, the first of these points that has the same row.
 
     If no edit of `asked` is between two points of a boundary, the two points have the same row.
     """
@@ -116,14 +117,14 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
         return picks.setdefault(Pick(selector, use, positions, after), len(picks))
 
     rows = rows_of(asked, asked)
-    #: (pick, head) -> points. Many probes can share one bank.
+    #: The points of each pick and head. Many probes can share one bank.
     reads: dict[tuple[int, Head | None], dict[int, None]] = {}
     scored, scores = [], _scores(asked)
     edits = []
     made: dict[Hashable, tuple[Op, ...]] = {}
     gates = _gate_ops(asked)
-    # An action at a boundary outside `here` also gets a pick. Therefore a column has the same
-    # meaning in every process.
+    # An action at a boundary outside `here` also gets a pick, so that a column has the same meaning
+    # in every process.
     for tokens, point, head, after in points_of(asked):
         at = pick(tokens, "deliver", after=after)
         if boundary_of_point(point) in here and drains:
@@ -145,7 +146,8 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
 
 
 def _scores(asked: Resolved) -> dict[tuple[Head | None, int], tuple[Op, ...]]:
-    """(bank that taps compute, point) -> the operations that compute its numbers, in order."""
+    """For each bank that taps compute and each point of it, the operations that compute the bank's
+    numbers, in order."""
     found: dict[tuple[Head | None, int], tuple[Op, ...]] = {}
     for cell in (cell for one in asked.banked for cell in one.cells):
         if isinstance(cell.bank, Scored):
@@ -158,7 +160,7 @@ def _compiled_edits(
     pick: int, edit: ResolvedEdit, places: list[Place], gates: Mapping[bytes, _GateOps],
     made: dict[Hashable, tuple[Op, ...]],
 ) -> list[CompiledEdit]:  # fmt: skip
-    """An edit, compiled at each of `places`. `made` is as in edit_ops."""
+    """Compile an edit at each of `places`. `made` is the argument `made` of `edit_ops`."""
     if not places:
         return []
     gate = None if edit.gate is None else gates[edit.gate.digest]
@@ -174,9 +176,9 @@ def _compiled_edits(
 
 
 def _fitted(first: Compiled, asked: Resolved, here: frozenset[int]) -> Compiled | None:
-    """The Compiled of `asked`. The spec of `first` differs from `asked` only in the layers, vectors
-    and numbers of the edits. None if `first` reads, or if one of the two specs edits at a boundary
-    outside `here`."""
+    """The Compiled of `asked`, made from `first`. The specs of `first` and `asked` differ only in
+    the layers, vectors and numbers of the edits. None if `first` reads, or if one of the two specs
+    edits at a boundary outside `here`."""
     places = [edit.stream for edit in asked.edits]
     if first.reads or len(first.edits) != len(places):
         return None
@@ -189,7 +191,7 @@ def _fitted(first: Compiled, asked: Resolved, here: frozenset[int]) -> Compiled 
 
 
 def _action_of(edit: ResolvedEdit) -> tuple[object, ...]:
-    """A key. Edits that differ only in their streams have equal keys."""
+    """A key that is equal for edits that differ only in their streams."""
     return (
         edit.kind, edit.values, edit.tokens, edit.numbers, edit.positions, edit.norm_match,
         edit.limit, edit.gate, edit.dose, edit.reads,
@@ -197,15 +199,17 @@ def _action_of(edit: ResolvedEdit) -> tuple[object, ...]:
 
 
 class _GateOps(NamedTuple):
-    """A gate's operations: `op` at the gate's place; with a state, `state` at the edits' places."""
+    """The operations of a gate. `op` runs at the gate's place. If the gate has a state, `state`
+    runs at the edits' places."""
 
     at: tuple[int, int]
     op: Op
     state: Op | None
 
     def before(self, edited: Place) -> tuple[tuple[tuple[int, int], Op], ...]:
-        """((boundary, group), operation) for each gate operation that an edit at `edited` needs. If
-        several edits share the gate, each place advances the state to the same value."""
+        """For each gate operation that an edit at `edited` needs, the place (boundary, group) and
+        the operation. If several edits share the gate, each place advances the state to the same
+        value."""
         if self.state is None:
             return ((self.at, self.op),)
         state = self.state
@@ -215,7 +219,7 @@ class _GateOps(NamedTuple):
 
 
 def _gate_ops(asked: Resolved) -> dict[bytes, _GateOps]:
-    """Digest of a gate -> its operations. Edits with equal gates share the operations.
+    """The operations of each gate, by the gate's digest. Edits with equal gates share operations.
 
     Gates with a state use the first registers. The number of such a register is also the index of
     the gate's state in the log.
@@ -246,14 +250,14 @@ def _gate_ops(asked: Resolved) -> dict[bytes, _GateOps]:
 
 @dataclass(frozen=True)
 class RequestProgram:
-    """Which program each token of one request gets.
+    """Determines the program that each token of one request gets.
 
     Attributes:
         prompt_ids: the prompt's token ids. Empty if no selector needs token ids.
-        later: (first position, program), ascending. From the first position on, the program
-            replaces the program before it.
-        begun: names of the probes that have a verdict. The picks of probes that wait for another
-            verdict have the value 0.
+        later: pairs of a first position and a program, in ascending order. At the first position
+            and all later positions, the program replaces the program before it.
+        begun: the names of the probes that have a verdict. The value of a pick is 0 if the pick
+            waits for the verdict of any other probe.
     """
 
     num_prompt: int
@@ -271,13 +275,14 @@ class RequestProgram:
         prompt_ids: Ids,
         drains: bool = True,
     ) -> RequestProgram:
-        """Compile the actions at the boundaries of a worker's stage.
+        """Compile the actions at the boundaries of a worker's pipeline stage.
 
         Args:
-            asked: reads, probes and edits, the server's edits first. This object caches the
-                Compiled for other requests of the same spec.
-            here: the boundaries of the stage.
-            drains: False on a rank that edits but delivers no rows, because another rank does.
+            asked: the reads, probes and edits of the request. The server's edits come before the
+                request's own edits. This object caches the Compiled for other requests of the same
+                spec.
+            here: the boundaries of the pipeline stage.
+            drains: False on a rank that edits rows but leaves the delivery to another rank.
         """
         known: dict[Hashable, Compiled] = asked.__dict__.setdefault("_compiled", {})
         key = (sites, here, drains)
@@ -292,13 +297,14 @@ class RequestProgram:
         return RequestProgram(num_prompt, np.asarray(ids, np.int64), compiled)
 
     def then(self, first: int, other: RequestProgram) -> RequestProgram:
-        """This program, replaced by `other` from position `first` on. `begun` does not change."""
+        """This program until the position `first`, and the program `other` at this position and all
+        later positions. `begun` does not change."""
         earlier = tuple(one for one in self.later if one[0] < first)
         return replace(self, later=(*earlier, (first, other.after(self.begun))))
 
     @property
     def has_vectors(self) -> bool:
-        """As Compiled.has_vectors."""
+        """The value of Compiled.has_vectors."""
         return self._compiled.has_vectors
 
     @property
@@ -308,7 +314,7 @@ class RequestProgram:
 
     @property
     def takes_most(self) -> bool:
-        """As Compiled.takes_most."""
+        """The value of Compiled.takes_most."""
         return self._compiled.takes_most
 
     @property
@@ -323,8 +329,8 @@ class RequestProgram:
 
     @property
     def first_fixed(self) -> int:
-        """From this position on, all tokens get the program of generated tokens. Valid if
-        `generated_is_uniform`."""
+        """At this position and all later positions, all tokens get the program of generated tokens.
+        Valid if `generated_is_uniform`."""
         if self.later:
             return self.later[-1][0]
         if not self.generated_is_uniform:
@@ -333,7 +339,7 @@ class RequestProgram:
         return 0 if prompt == generated else self.num_prompt
 
     def after(self, firsts: Iterable[str]) -> RequestProgram:
-        """The program of the request after the verdicts of these probes."""
+        """The program of the request after these probes have a verdict."""
         begun = self.begun.union(firsts)
         if begun == self.begun:
             return self
@@ -341,21 +347,22 @@ class RequestProgram:
         return replace(self, begun=begun, later=later)
 
     def told(self, firsts: Iterable[str]) -> RequestProgram:
-        """The program for the planner after these verdicts: the program of `after`. If the tables
-        hold no programs of intermediate stages, the program of the last stage. Readers drop scores
-        of stages that have not begun."""
+        """The program that the planner must use after the verdicts of these probes, which is
+        usually the result of `after`. But if the tables hold no programs of intermediate stages,
+        the planner must use the program of the last stage. Readers drop the scores of stages that
+        have not begun."""
         between = len(self._compiled.firsts) > 1 and not self.generated_is_uniform
         return self.last_stage if between else self.after(firsts)
 
     @property
     def last(self) -> RequestProgram:
-        """The program for the last positions: the last of `later`, or this program if `later` is
-        empty."""
+        """The last program of `later`, or this program if `later` is empty."""
         return self.later[-1][1] if self.later else self
 
     @property
     def last_stage(self) -> RequestProgram:
-        """The program after the verdicts of all first stages. This program delivers the most."""
+        """The program after all first stages have a verdict. Of the programs of all stages, this
+        program delivers the most values."""
         return self.after(self._compiled.firsts)
 
     def _columns(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -368,7 +375,7 @@ class RequestProgram:
         return columns
 
     def _range(self, first: int, count: int) -> ColumnRange:
-        """The columns of the positions first .. first+count-1."""
+        """The columns of the positions from `first` to `first + count - 1`."""
         compiled = self._compiled
 
         def made() -> ColumnRange:
@@ -380,11 +387,12 @@ class RequestProgram:
 
     @property
     def parts(self) -> tuple[tuple[int, RequestProgram], ...]:
-        """(first position, program), for this program and for each program of `later`."""
+        """Pairs of a first position and a program, for this program and each program of `later`."""
         return ((0, self), *self.later)
 
     def parts_at(self, first: int, count: int) -> list[tuple[RequestProgram, int, int]]:
-        """(program, first position, count), in order, for the positions first .. first+count-1."""
+        """The parts (program, first position, count), in order, of the positions from `first` to
+        `first + count - 1`."""
         if not self.later:
             return [(self, first, count)]
         found, stop = [], first + count
@@ -419,11 +427,11 @@ class RequestProgram:
         return column
 
     def columns(self, num_positions: int, drafts: bool = True) -> tuple[bytes, ...]:
-        """The distinct columns of all positions of the request, and `superset_columns`. From these
-        columns, another process can build every program that the request can need.
+        """The distinct columns of all positions of the request, together with `superset_columns`.
+        From these columns, another process can build every program that the request can need.
 
         Args:
-            drafts: If False, `superset_columns` are left out.
+            drafts: if False, the result does not contain `superset_columns`.
 
         Raises:
             SpecError: the request needs more programs than one request may have.
@@ -441,7 +449,8 @@ class RequestProgram:
         return remembered_columns(key, made)
 
     def superset_columns(self) -> list[bytes]:
-        """The columns of `generated_superset`: now, and after the verdicts of all first stages."""
+        """The column of `generated_superset` for the current stage, and the column after all first
+        stages have a verdict."""
         stages = (self, *self._later_stages())
         return [stage.superset_column().tobytes() for stage in stages]
 
@@ -449,8 +458,9 @@ class RequestProgram:
         """The programs that the request holds while it runs.
 
         Args:
-            columns: the result of `columns`, also from another process.
-            key: equal for equal specs. None if requests with equal specs share this Compiled.
+            columns: the result of the method `columns`, from this process or another process.
+            key: a key that is equal for equal specs. None if requests with equal specs share this
+                Compiled.
         """
         return Held(self._compiled, columns, self._compiled.ref if key is None else key)
 
@@ -459,8 +469,8 @@ class RequestProgram:
         return held.is_of(self._compiled)
 
     def distinct_at(self, first: int, count: int) -> tuple[list[Column], NDArray[np.int64]]:
-        """The distinct columns of the positions first .. first+count-1, and the index of each
-        position's column among them, [count]."""
+        """The distinct columns of the positions from `first` to `first + count - 1`, and for each
+        position, [count], the index of its column in the distinct columns."""
         if self.generated_is_uniform:
             split = min(max(self.num_prompt - first, 0), count)
             if 0 < split < count:
@@ -483,9 +493,10 @@ class RequestProgram:
         return found
 
     def _later_stages(self) -> list[RequestProgram]:
-        """The program of the last stage; empty if the request waits for no verdict. Intermediate
-        stages are left out. If programs depend only on the phase, the planner holds the programs of
-        an intermediate stage when a verdict arrives. Else the planner skips the stage (`told`)."""
+        """A list with the program of the last stage. The list is empty if the request waits for no
+        verdict. Intermediate stages are left out. If programs depend only on the phase, the planner
+        holds the programs of an intermediate stage when a verdict arrives. Otherwise the planner
+        skips the intermediate stage (`told`)."""
         return [self.last_stage] if self._compiled.firsts - self.begun else []
 
     def _columns_until(self, num_positions: int) -> dict[bytes, Column]:
@@ -509,7 +520,7 @@ class RequestProgram:
         return known[key]
 
     def _phase_column(self, generated: bool) -> Column:
-        """The column of all tokens of a phase; read-only."""
+        """The column of all tokens of a phase. The array is read-only."""
         compiled, key = self._compiled, (generated, self.begun)
         known = compiled.phase_columns.get(key)
         if known is None:
@@ -522,8 +533,8 @@ class RequestProgram:
         return known
 
     def cost_of_change(self, columns: Iterable[bytes]) -> Cost:
-        """The Cost of new numbers in the edits of generated tokens. `columns` is the result of
-        `columns`."""
+        """The Cost of programs with new numbers in the edits of generated tokens. The argument is
+        the result of the method `columns`."""
         if self.generated_is_uniform:
             columns = self.superset_columns()
         return self.held(columns).cost.without_vectors()

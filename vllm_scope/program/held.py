@@ -19,7 +19,7 @@ from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.program.operations import Cost, Program, num_vectors
 from vllm_scope.program.table_rows import TableRows
 
-#: If columns times actions are at most this number, programs are built one by one.
+#: If columns times actions are at most _FEW, programs are built one by one.
 _FEW = 16
 
 
@@ -28,15 +28,16 @@ class Held:
     programs.
 
     Attributes:
-        key: equal for equal programs.
-        index_of: bytes of a column -> index of its program. A column has 0 for unused picks.
+        key: a key that is equal for equal programs.
+        index_of: the index of the program of each column, by the column's bytes. In such a column,
+            the value of an unused pick is 0.
     """
 
     def __init__(self, compiled: Compiled, columns: Iterable[bytes], key: Hashable) -> None:
         """
         Args:
-            columns: the columns of all tokens of the request, also from another process.
-            key: the key of the spec.
+            columns: the columns of all tokens of the request, from this process or another one.
+            key: a key that is equal for equal specs.
         """
         self._compiled = compiled
         if len(compiled.used) < len(compiled.picks):
@@ -65,7 +66,7 @@ class Held:
         return self._compiled is compiled
 
     def find(self, columns: Iterable[Column]) -> list[int] | None:
-        """The index of each column; None if a column is missing."""
+        """The index of each column's program. None if a column is missing."""
         try:
             return [self.index_of[column.tobytes()] for column in columns]
         except KeyError:
@@ -73,22 +74,24 @@ class Held:
 
     @property
     def few(self) -> bool:
-        """True if `programs` takes less time than `rows`: there are few operations, or no operation
-        has a vector. Many requests share programs without vectors."""
+        """True if `programs` takes less time than `rows`. `programs` is faster if there are few
+        operations, or if no operation has a vector. (Many requests share programs without
+        vectors.)"""
         compiled = self._compiled
         return not compiled.has_vectors or len(self) * compiled.num_actions <= _FEW
 
     @property
     def programs(self) -> list[Program | None]:
-        """The programs, built one by one. Programs without reads are built at each call, because to
-        cache them takes longer."""
+        """The programs, built one by one. Programs without reads are built again at each access,
+        because to cache these programs would take longer."""
         columns = (np.frombuffer(column, np.int32) for column in self.index_of)
         made = self._compiled.program if self._compiled.reads else self._compiled.build
         return [made(column) for column in columns]
 
     def rows(self, widths: Widths) -> TableRows:
-        """The programs as rows of the op table (cached). If a worker runs in EngineCore's process,
-        EngineCore makes the rows before the thread that launches the model gets the request."""
+        """The programs as rows of the op table. The rows are cached. If a worker runs in
+        EngineCore's process, EngineCore makes the rows before the thread that launches the model
+        gets the request."""
         found = self._rows.get(widths)
         if found is None:
             found = self._rows[widths] = self._compiled.op_list.at(self._columns, widths)
@@ -127,7 +130,8 @@ class Held:
 
     @property
     def vectors(self) -> dict[bytes, int]:
-        """Key of a vector, or of a probe's weight -> how many vectors the key counts for."""
+        """For each key of a vector or of a probe's weight, the number of vectors that the key
+        counts as."""
         return self._counted[2]
 
     @property
@@ -136,7 +140,7 @@ class Held:
 
 
 def _masked(columns: Sequence[bytes], uses: NDArray[np.bool_]) -> list[bytes]:
-    """The columns, with 0 for unused picks."""
+    """The same columns, in which the values of unused picks are 0."""
     data = (np.frombuffer(b"".join(columns), np.int32).reshape(-1, len(uses)) * uses).tobytes()
     size = 4 * len(uses)
     return [data[at : at + size] for at in range(0, len(data), size)]

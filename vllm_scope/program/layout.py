@@ -1,8 +1,8 @@
-"""What one token delivers, and the offset of each part.
+"""The values that one token delivers, and the offset of each part.
 
-Owns:  Layout, and the slot: the unit of memory for rows.
+Owns:  Layout, and the slot, which is the unit of memory for rows.
 Runs:  in workers, in EngineCore (to count slots), in front-ends (to read batches). numpy, no torch.
-From:  request.heads.   To: operations, worker.packer, and every reader of a batch.
+From:  request.heads.   To: operations, worker.packer, and every file that reads a batch.
 
 Promise: the layout of a token and the widths of raw rows determine the offsets of all parts.
 Therefore a batch contains no offsets.
@@ -20,9 +20,10 @@ import numpy as np
 from vllm_scope.request.heads import Head, Summed, Told
 from vllm_scope.request.sites import STREAM, boundary_of_point, kind_of_point
 
-#: Size of a slot, the unit of the arena. Each row, and each token's scores, start at a slot.
+#: The number of bytes of a slot, which is the unit of the arena. Rows and scores begin at a slot.
 SLOT_BYTES = 16
-#: A numpy dtype with the size of one slot. To gather slots byte by byte takes ten times as long.
+#: A numpy dtype with the size of one slot, with which slots are gathered. To gather the bytes one
+#: by one takes ten times as long.
 SLOT = np.dtype(np.complex128)
 
 
@@ -35,37 +36,37 @@ class Widths:
     """The sizes of raw rows (rows that no codec has encoded).
 
     Attributes:
-        row_bytes: bytes of one row by its kind (index into sites.KINDS), without padding.
-            The tuple ends at the last tapped kind.
+        row_bytes: the number of bytes of one row, without padding, for each kind of site in the
+            order of sites.KINDS. The tuple ends at the last kind that has taps.
     """
 
     row_bytes: tuple[int, ...]
 
     @staticmethod
     def of(row_sizes: Iterable[int], itemsize: int) -> Widths:
-        """The Widths for `row_sizes` numbers per row, by kind, and `itemsize` bytes per number."""
+        """The Widths of rows with `row_sizes` numbers (by kind) of `itemsize` bytes each."""
         return Widths(tuple(size * itemsize for size in row_sizes))
 
     @cached_property
     def row_slots(self) -> tuple[int, ...]:
-        """Slots of one row, by its kind."""
+        """The number of slots of one row, by kind."""
         return tuple(map(slots_of_row, self.row_bytes))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What one token delivers: its raw rows, then the results of heads.
+    """The values that one token delivers, which are its raw rows and then the results of heads.
 
-    Taps write raw rows to the arena, in the layout `arena`. Heads are applied to the rows after the
-    rows have left the arena.
+    Taps write raw rows to the arena, in the layout `arena`. Heads are applied to the rows when
+    the rows leave the arena.
 
     Attributes:
         points: the points of the token's raw rows, ascending, one row for each point. If the
             request named several points with the same row, the row's point is the first of them.
-        encoded: (head, the points of its rows, ascending). A point can also be in `points`. A Told
-            has no rows: taps write the numbers of a Told.
-        also: (point a, point b), ascending: the request named both points, and point a has the row
-            of point b, because no edit is between the points. The row is delivered one time.
+        encoded: each head with the points of its rows, ascending. A point can also be in `points`.
+            A head of the class Told has no rows, because taps write its numbers directly.
+        also: pairs of points (a, b), ascending. The request named both points, and point a has the
+            same row as point b, because no edit is between a and b. The row is delivered once.
     """
 
     points: tuple[int, ...] = ()
@@ -73,23 +74,24 @@ class Layout:
     also: tuple[tuple[int, int], ...] = ()
 
     def slots(self, widths: Widths) -> int:
-        """Slots of one token."""
+        """The number of slots of one token."""
         encoded = (len(some) * slots_of_row(head.row_bytes) for head, some in self.encoded)
         return self.plain_slots(widths) + sum(encoded)
 
     @cached_property
     def _kinds(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """(kind, points of this kind). `points` is ascending, and therefore ordered by kind."""
-        if self.points and kind_of_point(self.points[-1]) == STREAM:  # the usual case, fast
+        """Each kind with its points. The tuple `points` is ascending and thus sorted by kind."""
+        if self.points and kind_of_point(self.points[-1]) == STREAM:  # the usual case is fast
             return ((STREAM, self.points),)
         return tuple((kind, tuple(some)) for kind, some in groupby(self.points, kind_of_point))
 
     def row_of(self, point: int) -> int:
-        """The point, in `points` or `encoded`, whose row is also the row of `point`."""
+        """The point of `points` or `encoded` that has the same row as `point`."""
         return dict(self.also).get(point, point)
 
     def names_of(self, row: int) -> tuple[int, ...]:
-        """All points that share the row of the point `row`, which is in `points` or `encoded`."""
+        """All points that the request named for one row. The argument is the row's point in
+        `points` or `encoded`."""
         return (row, *(point for point, first in self.also if first == row))
 
     def points_of(self, kind: int) -> tuple[int, ...]:
@@ -97,7 +99,8 @@ class Layout:
         return next((points for one, points in self._kinds if one == kind), ())
 
     def rows_at(self, widths: Widths) -> Iterator[tuple[int, tuple[int, ...], int, int]]:
-        """For each kind: (kind, its points, the first slot of their rows, slots of one row)."""
+        """For each kind, yield the kind, its points, the first slot of the rows of these points,
+        and the number of slots of one row."""
         first = 0
         for kind, points in self._kinds:
             num_slots = widths.row_slots[kind]
@@ -105,7 +108,7 @@ class Layout:
             first += len(points) * num_slots
 
     def row_slots(self, widths: Widths) -> dict[int, int]:
-        """point -> the first slot of its row."""
+        """The first slot of each point's row, by the point."""
         return {
             point: first + i * num_slots
             for _, points, first, num_slots in self.rows_at(widths)
@@ -113,7 +116,7 @@ class Layout:
         }
 
     def slot_of(self, point: int, widths: Widths) -> int:
-        """The first slot of a point's row. Raises ValueError if the token does not deliver it."""
+        """The first slot of a point's row. Raises ValueError if there is no such row."""
         kind = kind_of_point(point)
         for one, points, first, num_slots in self.rows_at(widths):
             if one == kind:
@@ -121,11 +124,13 @@ class Layout:
         raise ValueError(f"point {point} is not of this layout")
 
     def plain_slots(self, widths: Widths) -> int:
-        """The number of slots of the raw rows. The raw rows are before all results of heads."""
+        """The number of slots of the raw rows. In memory, the raw rows are before all results of
+        heads."""
         return sum(len(points) * widths.row_slots[kind] for kind, points in self._kinds)
 
     def encoded_at(self, widths: Widths) -> Iterator[tuple[Head, tuple[int, ...], int, int]]:
-        """For each head: (head, its points, the first slot of its results, slots of one result)."""
+        """For each head, yield the head, its points, the first slot of its results, and the number
+        of slots of one result."""
         first = self.plain_slots(widths)
         for head, points in self.encoded:
             num_slots = slots_of_row(head.row_bytes)
@@ -133,7 +138,7 @@ class Layout:
             first += len(points) * num_slots
 
     def made_at(self, head: Head, point: int, widths: Widths) -> int | None:
-        """The first slot of a head's result for a point's row; None if there is no such result."""
+        """The first slot of a head's result for the row of a point. None if there is no result."""
         row = self.row_of(point)
         for one, points, first, num_slots in self.encoded_at(widths):
             if one == head and row in points:
@@ -142,13 +147,14 @@ class Layout:
 
     @property
     def arena(self) -> Layout:
-        """The layout of the data that taps write: each point's row, and each Told's numbers."""
+        """The layout of the data that taps write, which are each point's row and the numbers of
+        each Told."""
         return self._arena or self
 
     @cached_property
     def _arena(self) -> Layout | None:
-        """None stands for this layout. An object with a reference to itself would be freed only by
-        the garbage collector."""
+        """The layout for `arena`. None means this object, because an object with a reference to
+        itself would be freed only by the garbage collector."""
         told = tuple(pair for pair in self.encoded if isinstance(pair[0], Told))
         if len(told) == len(self.encoded):
             return None
@@ -158,12 +164,12 @@ class Layout:
 
     @property
     def sent(self) -> Layout:
-        """The layout of the data that leaves the device: without rows that are added to sums."""
+        """The layout of the data that leaves the device, without rows that are added to sums."""
         return self._sent or self
 
     @cached_property
     def _sent(self) -> Layout | None:
-        """None stands for this layout, as in `_arena`."""
+        """The layout for `sent`. None means this object, as in `_arena`."""
         kept = tuple(pair for pair in self.encoded if not isinstance(pair[0], Summed))
         return None if len(kept) == len(self.encoded) else Layout(self.points, kept, self.also)
 
@@ -185,7 +191,7 @@ def _points_at(points: tuple[int, ...], boundary: int) -> tuple[int, ...]:
 
 
 def boundaries_of(layout: Layout) -> set[int]:
-    """The boundaries at which a token of this layout delivers rows or numbers."""
+    """The boundaries at which a token with this layout delivers rows or numbers."""
     arena = layout.arena
     some = (arena.points, *(points for _, points in arena.encoded))
     return {boundary_of_point(p) for points in some for p in points}

@@ -18,8 +18,9 @@ from vllm_scope.request.selectors import Ids, Selector, Tokens
 
 
 def num_lens_rows(asked: Resolved, ids: Ids, max_tokens: int) -> int:
-    """The sum, over all lenses, of the number of selected tokens times the number of layers. The
-    request's future tokens, up to `max_tokens`, are included. `ids`: the prompt's token ids."""
+    """The sum, over all lenses, of the number of selected tokens times the number of layers. Tokens
+    that the request can still generate, up to `max_tokens`, are also counted. `ids` are the token
+    ids of the prompt."""
     if not asked.features:
         return 0
     counts = Counter(one.tokens for one in asked.features if one.lens is not None)
@@ -28,8 +29,8 @@ def num_lens_rows(asked: Resolved, ids: Ids, max_tokens: int) -> int:
 
 
 def _num_picked(selector: Selector, ids: Ids, num_generated: int) -> int:
-    """How many tokens the selector can select. The last token is not known yet, so every token
-    that can be the last token counts."""
+    """The number of tokens that the selector can select. The last token is not known yet. Therefore
+    every token that can be the last token counts."""
     num_prompt, found = len(ids), 0
     if selector.uniform:
         in_prompt, generated = map(selector.picks_phase, (False, True))

@@ -1,4 +1,4 @@
-"""The operations of a tap on one token's row, and programs (lists of operations).
+"""The operations that a tap can run on one token's row, and programs (lists of operations).
 
 Owns:  Op, Program, and Cost (how many entries of the device tables a request uses).
 Runs:  in workers, when a request arrives and when its tokens are planned; in
@@ -30,40 +30,43 @@ from vllm_scope.request.sites import LEVELS, boundary_of_point, point_of
 
 #: Copy the row to the token's slots.
 OP_READ = 1
-#: Store x . v + b, the number of a linear probe. As in a read, x is rounded to the model's dtype.
+#: Store x . v + b, the number of a linear probe. x is first rounded to the model's dtype.
 OP_SCORE = 2
-#: Edits, in this order: x + a * v; x + a * ||x|| * v; x - (x.v) * v;
-#: x + (clip(x.v, a, b) - x.v) * v; v.
+#: Edits, which replace the row x by: x + a * v (ADD), x + a * ||x|| * v (ADD_NORM),
+#: x - (x . v) * v (ABLATE), x + (clip(x . v, a, b) - x . v) * v (CLAMP), v (SET).
 OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET = 3, 4, 5, 6, 7
 #: If the row is not finite, report a fault of the token's request.
 OP_CHECK = 8
-#: x + clip(a, -b * ||x||, b * ||x||) * v. The length of v is 1.
+#: x + clip(a, -b * ||x||, b * ||x||) * v. The length of the vector v is 1.
 OP_ADD_BOUND = 9
-#: x + (a + d * f) * v, where f is the value of the register `source`; x if b > 0 and f <= 0.
+#: x + (a + d * f) * v, where f is the value of the register `source`. But if b > 0 and f <= 0, the
+#: row does not change.
 OP_ADD_FEATURE = 10
-#: Conditions. A condition sets a register to 1 if d * (s - a) > 0, else to 0. For GATE, s is
-#: x . v + b. For COSINE, s is the cosine of x and v. For CAST, s is the cosine of x and
-#: tanh((x . v) v). If c > 0, GATE sets the register to sigmoid(c * d * (s - a)).
+#: Conditions. A condition computes a score s from the row, and sets a register to 1 if d * (s - a)
+#: > 0, else to 0. The score s of OP_GATE is x . v + b. The score s of OP_GATE_COSINE is the cosine
+#: of x and v. The score s of OP_GATE_CAST is the cosine of x and tanh((x . v) v). If c > 0, OP_GATE
+#: sets the register to sigmoid(c * d * (s - a)).
 OP_GATE, OP_GATE_COSINE, OP_GATE_CAST = 11, 12, 13
-#: Set a register to the activation of a feature: s if s > c, else 0. s is x . v + b.
+#: Set a register to the activation of a feature. With s = x . v + b, this is s if s > c, else 0.
 OP_FEATURE = 14
-#: Operations that set a register, and do not change the row.
+#: The operations that set a register, and do not change the row.
 SETTERS = (OP_GATE, OP_GATE_COSINE, OP_GATE_CAST, OP_FEATURE)
 #: Update a gate's state with the gate's score, and set `register` to the gate's value
 #: (request.actions.states). The register `source` contains the score, which an earlier tap has set.
 #: If the row has no state, as in a prompt, `register` keeps its value.
-#:   EMA: a is decay, b is 1 - decay. As for GATE: e is the threshold, c the sharpness, d the sign.
-#:   HYSTERESIS: opens if d * (s - a) > 0, closes if d * (s - b) < 0. For a latch, b is infinite.
-#:   PID: a is the setpoint. b, c and d are kp, ki and kd times the sign. e limits the sum.
+#:   EMA: a is the decay, b is 1 - decay, c the sharpness, d the sign, and e the threshold.
+#:   HYSTERESIS: with the score s, the gate opens if d * (s - a) > 0, and closes if d * (s - b) < 0.
+#:   For a latch, b is infinite.
+#:   PID: a is the setpoint. b, c, d are kp, ki and kd times the sign. e is the bound of the sum.
 OP_EMA, OP_HYSTERESIS, OP_PID = 15, 16, 17
 ADVANCING = (OP_EMA, OP_HYSTERESIS, OP_PID)
-#: The log stores three numbers for a gate's state at one position. One of them is the gate's value.
+#: The log stores three numbers for a gate's state at one position, of which one is the value.
 STATE_NUMBERS = 3
 
 
 class LogRange(NamedTuple):
-    """One request's entries in the log: `num_states` entries for each of `num_tokens` generated
-    tokens, starting at entry `start`."""
+    """One request's entries in the log. The first entry is `start`. Each of `num_tokens` generated
+    tokens has `num_states` entries."""
 
     start: int = 0
     num_tokens: int = 0
@@ -76,12 +79,12 @@ class LogRange(NamedTuple):
 
 NO_LOG = LogRange()
 
-#: Registers of a row, for one forward. The first MOST_GATES registers contain the values of gates.
-#: The other registers contain the features of one edit.
+#: The number of registers of a row in one forward. The first MOST_GATES registers contain the
+#: values of gates. The other registers contain the activations of the features of one edit.
 MOST_GATES = 16
 REGISTERS = MOST_GATES + MAX_FEATURES
 
-#: No program: the tap does not read or change the row.
+#: The program id of a row without a program. Taps do not read or change this row.
 NO_PROGRAM = -1
 
 
@@ -90,16 +93,16 @@ class Op(NamedTuple):
 
     Attributes:
         code: OP_...
-        at: index into the arena layout's points (OP_READ).
-        vector: float32 [width of a row], v in the formulas above: a direction, or a replacement.
-        a, b, c, d, e: the operation's numbers, as in the formulas above.
+        at: for OP_READ, an index into the points of the arena layout.
+        vector: the vector v of the formulas at the top of this file, float32 [width of a row].
+        a, b, c, d, e: the operation's numbers in the formulas at the top of this file.
         source: the register with a feature's activation, or with the score of a gate with a state.
-            A condition writes this score, and other operations read the score. -1 for none.
+            A condition writes the score, and other operations read the score. -1 for no register.
         register: the register that a condition or a feature sets. An edit multiplies its change by
-            this register. -1 for none.
-        told: where the operation stores a number: the number of a probe, the new value of a
-            condition's register, or an edit's `||change|| / ||x||`. None if no action needs the
-            number.
+            the value of this register. -1 if there is no register.
+        told: the place where the operation stores a number. The number is that of a probe, the new
+            value of a condition's register, or an edit's `||change|| / ||x||`. None if no action
+            needs the number.
     """
 
     code: int
@@ -121,7 +124,7 @@ class Program:
 
     Attributes:
         layout: the layout of the values that the token delivers.
-        taps: (boundary, operations in order), for the boundaries with operations.
+        taps: for each boundary with operations, the boundary and its operations in order.
     """
 
     layout: Layout
@@ -150,8 +153,8 @@ class Program:
 
 
 class Cost(Struct, frozen=True):
-    """How many entries of the device tables a running request uses. The weight of a probe counts
-    as vectors, also if the weight is not in the tables.
+    """The number of entries that a running request uses in the device tables. The weight of a probe
+    counts as vectors, even if the weight is not in the tables.
 
     Attributes:
         lens_rows: the number of rows to which the request's lenses are applied.
@@ -192,7 +195,7 @@ class Cost(Struct, frozen=True):
 
 
 def num_vectors(array: Array) -> int:
-    """How many vectors an array has."""
+    """The number of vectors in an array, whose last axis is the elements of a vector."""
     return math.prod(array.shape[:-1])
 
 
@@ -204,15 +207,15 @@ def build_program(
     also: tuple[tuple[int, int], ...] = (),
     seeing: Mapping[tuple[int, int], Collection[Op]] = MappingProxyType({}),
 ) -> Program:
-    """The program of these reads and edits.
+    """Build the program that does these reads and edits.
 
     Args:
         points: the points at which the row is read, ascending.
-        edits: (boundary, group) -> the operations of the edits of this site, in order.
-        encoded, also: as in Layout.
-        check: the row is checked after the edits of this boundary; None for no check.
-        seeing: (boundary, level) -> the operations of probes and conditions. The operations get the
-            row after the first `level` groups of edits at the boundary.
+        edits: for each site, by (boundary, group), the operations of the site's edits, in order.
+        encoded, also: the attributes of Layout with these names.
+        check: the boundary after whose edits the row is checked. None for no check.
+        seeing: the operations of probes and conditions, by (boundary, level). Probes and conditions
+            get the row after the first `level` groups of edits at the boundary.
     """
     if not (points or encoded or seeing):
         return _editing(edits, check)
@@ -237,7 +240,8 @@ def build_program(
 
 
 def _editing(edits: Mapping[tuple[int, int], Sequence[Op]], check: int | None) -> Program:
-    """The same as `build_program`, for a program that only edits and checks."""
+    """Build a program that only edits and checks. The result is the same as that of
+    `build_program`."""
     if not edits and check is not None:
         return _checking(check)
     taps: dict[int, tuple[Op, ...]] = {}
@@ -259,18 +263,19 @@ _CHECK = Op(OP_CHECK)
 _boundary_of = itemgetter(0)
 
 
-#: A function that returns an edit's operations on a token. The argument is the token's number in
-#: `Pick.values`: for a replacement, the number of the new row, from 1; for other edits, 1.
+#: A function that returns the operations of an edit for a token. The argument is the token's number
+#: in `Pick.values`. For a replacement, the argument is the number of the new row, counted from 1.
+#: For other edits, the argument is 1.
 OpsOf = Callable[[int], Sequence[Op]]
 
 
 def edit_ops(edit: ResolvedEdit, made: dict[Hashable, tuple[Op, ...]], register: int) -> OpsOf:
-    """A function that returns an edit's operations on a token.
+    """Make a function that returns the operations of an edit for a token.
 
     Args:
-        made: content of an edit -> its operations; this call adds those of `edit`. Edits that
-            differ only in their streams share operations.
-        register: the register of the edit's gate; -1 without a gate.
+        made: the operations of each edit, by the edit's content. This call adds the operations of
+            `edit`. Edits that differ only in their streams share operations.
+        register: the register of the edit's gate. -1 if the edit has no gate.
     """
     if edit.kind == "replace":
         return partial(_replacing, edit, register)
@@ -301,16 +306,16 @@ def _replacing(edit: ResolvedEdit, register: int, row: int) -> tuple[Op]:
         return (Op(OP_SET, 0, vector, register=register, told=edit.dose),)
     bits = values.numpy.view(np.int32)
     first = int((bits[:row] == bits[index]).all(1).argmax())
-    # The Array gets the key under which EngineCore counts the row. To compute a digest of the
-    # numbers takes longer than all other work for a cell of a sweep.
+    # The Array gets the key under which EngineCore counts the row, and no digest is computed. To
+    # compute a digest of the row takes longer than all other work for a cell of a sweep.
     numbers = values.numpy[index]
     vector = Array.known(numbers.shape, numbers.tobytes(), row_key(values, first))
     return (Op(OP_SET, 0, vector, register=register, told=edit.dose),)
 
 
 def row_key(values: Array, row: int) -> bytes:
-    """The key of a row of a replacement. Rows with equal bits must have equal keys. Therefore the
-    caller passes the index of the first row with these bits.
+    """The key of a row of a replacement. Rows of one replacement with equal bits must have equal
+    keys. Therefore the caller must pass the index of the first row with the same bits.
     """
     return values.digest + row.to_bytes(4, "little")
 
@@ -345,7 +350,7 @@ def score_ops(cell: Cell) -> tuple[Op, ...]:
     found = []
     for i in range(count):
         data = weight.data[4 * width * i : 4 * width * (i + 1)]
-        # If a replacement has the same row, the two keys must differ.
+        # This key must differ from the key of an equal row of a replacement.
         row = Array.known((width,), data, b"score" + row_key(weight, i))
         b = 0.0 if bias is None else float(bias.numpy[i])
         found.append(Op(OP_SCORE, 0, row, b=b, told=(cell.place, cell.bank, cell.first + i)))
@@ -353,10 +358,12 @@ def score_ops(cell: Cell) -> tuple[Op, ...]:
 
 
 def gate_op(gate: ResolvedGate, register: int, score: int = -1) -> Op:
-    """The operation that sets a register to the gate's value, computed without a state.
+    """The operation that computes a gate's value without a state, and sets a register to this
+    value.
 
     Args:
-        score: the register for the gate's score, which `state_op` reads; -1 without a state.
+        score: the register for the gate's score, which the operation of `state_op` reads. -1 if the
+            gate has no state.
     """
     sign = 1.0 if gate.above else -1.0
     vector, code = gate.vector, OP_GATE
@@ -396,13 +403,14 @@ def _unit(vector: Array, times: float = 1.0) -> Array:
 
 
 def _edit_numbers(edit: ResolvedEdit) -> tuple[int, Array, float, float]:
-    """(code, vector, a, b) of an edit's operation."""
+    """The attributes (code, vector, a, b) of an edit's operation."""
     if edit.kind == "add":
         return _add_numbers(edit)
     if edit.kind == "clamp":
         lo, hi, strength = edit.numbers
-        # p is x . d. With the vector k d, the operation adds (clip(k p, k lo, k hi) - k p) k d.
-        # The result is k * k times the full change. The strength is k * k.
+        # Let d be the unit vector, and p = x . d. With the vector k d, the operation adds
+        # (clip(k p, k lo, k hi) - k p) k d. The added vector is k * k times the full change, and k
+        # * k is the strength.
         k = math.sqrt(strength)
         if k == 0:
             lo, hi, k = -math.inf, math.inf, 1  # 0 times infinity would be NaN

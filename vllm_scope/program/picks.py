@@ -19,14 +19,16 @@ from vllm_scope.request.selectors import Selector, Tokens
 
 @dataclass(frozen=True)
 class Pick:
-    """A selector, its use, and the positions of a replacement's rows.
+    """A selector, the use of the selector, and the positions of a replacement's rows.
 
     Attributes:
-        use: "edit" applies to tokens that the selector certainly picks. "deliver" applies to all
-            tokens that the selector can still pick (readers drop extra rows by their labels).
-        positions: the positions of a replacement's rows; empty for other actions. A negative
+        use: if "edit", the action applies to tokens that the selector certainly picks. If
+            "deliver", the action applies to all tokens that the selector can still pick (code that
+            reads the rows drops extra rows by their labels).
+        positions: the positions of a replacement's rows. Empty for other actions. A negative
             position counts from the prompt's end.
-        after: the name of the probe for whose verdict the action waits; None without such a probe.
+        after: the name of the probe for whose verdict the action waits. None if the action waits
+            for no verdict.
     """
 
     selector: Selector
@@ -39,8 +41,9 @@ class Pick:
         return self.selector.uniform
 
     def values(self, tokens: Tokens) -> NDArray[np.int32]:
-        """The value of the pick for each token, int32 [num_tokens]: 0 if the token is not picked,
-        else 1. For a replacement, the value is the number of the token's row, from 1.
+        """The value of the pick for each token, int32 [num_tokens]. The value is 0 if the token is
+        not picked, else 1. For a replacement, the value of a picked token is the number of its new
+        row, counted from 1.
         """
         if self.positions:
             p, n = tokens.positions, tokens.num_prompt
@@ -52,12 +55,13 @@ class Pick:
         return (masks.certain if self.use == "edit" else masks.possible).astype(np.int32)
 
     def value_in(self, generated: bool) -> int:
-        """The value of every token of a phase. Valid if the pick is uniform."""
+        """The pick's value for all tokens of a phase (prompt or generated), if the pick is
+        uniform."""
         return int(self.selector.picks_phase(generated))
 
     @cached_property
     def _rows(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """The positions in ascending order, and the row number of each position, from 1."""
+        """A replacement's positions in ascending order, and their row numbers, counted from 1."""
         given = np.asarray(self.positions, np.int64)
         order = np.argsort(given)
         return given[order], (order + 1).astype(np.int32)

@@ -4,8 +4,8 @@ Owns:  ColumnRange, and this process's caches of ColumnRanges and of columns.
 Runs:  in workers, in EngineCore and in the front-end. numpy, no torch.
 From:  compiled (the picks).   To: compiler.
 
-Requests that differ only in their vectors and layers have equal picks, such as the cells of a
-sweep. For each edited position, the columns of such requests are computed one time.
+Requests that differ only in their vectors and layers, such as the cells of a sweep, have equal
+picks. For each edited position, the columns of all these requests are computed one time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from vllm_scope.program.picks import Pick
 from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.selectors import ITEM_BYTES, items_of, num_bytes_of
 
-#: If the picks together name more positions, their columns are not cached: to hash such picks takes
-#: longer than to compute the columns.
+#: If the picks together name more positions than MOST_ITEMS, their columns are not cached, because
+#: to hash such picks takes longer than to compute the columns.
 MOST_ITEMS: Final = 64
-#: Limit of the bytes in each of the two caches.
+#: The largest number of bytes in each of the two caches.
 REMEMBERED_BYTES: Final = 16 << 20
 _KEY_BYTES = 1024
-#: Measured bytes of a pick, without its selector and its positions.
+#: The measured bytes of a pick, without its selector and its positions.
 _PICK_BYTES = 256
 
 
@@ -36,7 +36,7 @@ class ColumnRange(NamedTuple):
     Attributes:
         columns: int32 [num_picks, num_positions].
         which: int64 [num_positions], the index of each position's column in `distinct`.
-        distinct: bytes of each distinct column -> the column, in the order of positions.
+        distinct: the distinct columns by their bytes, in the order of positions.
     """
 
     columns: NDArray[np.int32]
@@ -45,11 +45,10 @@ class ColumnRange(NamedTuple):
 
 
 class PicksKey:
-    """A key that is equal for equal picks. The hash is computed only one time, because to hash
-    picks takes long.
+    """A key that is equal for equal picks. The hash is computed one time, because it takes long.
 
     Attributes:
-        num_bytes: estimated bytes of the picks. A cache holds the picks together with the key.
+        num_bytes: the estimated bytes of the picks, which a cache holds together with the key.
     """
 
     __slots__ = ("_hash", "num_bytes", "picks", "used")
@@ -74,7 +73,7 @@ class PicksKey:
 
 
 class RangeKey(NamedTuple):
-    """A key that is equal for equal ranges. Valid if the picks use no token ids."""
+    """A key that is equal for equal column ranges. Valid if the picks use no token ids."""
 
     picks: PicksKey
     num_prompt: int
@@ -83,10 +82,10 @@ class RangeKey(NamedTuple):
 
 
 class ColumnsKey(NamedTuple):
-    """A key: all inputs of RequestProgram.columns.
+    """A key that consists of all inputs of RequestProgram.columns.
 
     Attributes:
-        size: the inputs of Compiled.check_size, apart from the columns.
+        size: the inputs of Compiled.check_size except the columns.
     """
 
     picks: PicksKey
@@ -101,8 +100,8 @@ _columns: Remembered[ColumnsKey, tuple[bytes, ...]] = Remembered(REMEMBERED_BYTE
 
 
 def remembered(key: RangeKey, make: Callable[[], ColumnRange]) -> ColumnRange:
-    """The range of a key. If the range is not cached, `make` computes the range. Call this only if
-    `can_remember` is True for the picks."""
+    """The column range with this key. If the range is not cached, `make` computes the range. The
+    caller must check that `can_remember` is True for the picks."""
     found = _known.get(key)
     if found is None:
         found = make()
@@ -112,7 +111,7 @@ def remembered(key: RangeKey, make: Callable[[], ColumnRange]) -> ColumnRange:
 
 
 def remembered_columns(key: ColumnsKey, make: Callable[[], tuple[bytes, ...]]) -> tuple[bytes, ...]:
-    """As `remembered`, for the distinct columns of a request."""
+    """The same as `remembered`, for the distinct columns of a request."""
     found = _columns.get(key)
     if found is None:
         found = make()
@@ -122,6 +121,7 @@ def remembered_columns(key: ColumnsKey, make: Callable[[], tuple[bytes, ...]]) -
 
 
 def can_remember(picks: tuple[Pick, ...]) -> bool:
-    """True if the picks use no token ids and name few positions. Ranges are then cached."""
+    """True if the picks use no token ids and name few positions, so that their column ranges can be
+    cached."""
     num_items = sum(len(pick.positions) + items_of(pick.selector) for pick in picks)
     return num_items <= MOST_ITEMS and not any(pick.selector.sees_ids for pick in picks)

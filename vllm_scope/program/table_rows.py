@@ -1,13 +1,13 @@
 """Computes all programs of a request together, as rows of the op table.
 
-Owns:  OpList (every operation that a token of a spec can get, in order), and TableRows.
+Owns:  OpList (an ordered list of every operation that a token of a spec can get), and TableRows.
 Runs:  in workers, when a request whose programs have vectors arrives; in EngineCore, to compute
        the request's Cost. numpy, no torch.
 From:  compiled.   To: graph.tap.program_tables, core.admission.
 
 Promise: the programs are equal to the programs that `Compiled.program` builds one by one. To
-compute all programs together is faster. A request can have hundreds of programs and thousands of
-operations, and the thread that launches the model waits for the result.
+compute all programs together is faster than to build each program. A request can have hundreds of
+programs and thousands of operations, and the thread that launches the model waits for the result.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ Ints = NDArray[np.int64]
 
 
 class Listed(NamedTuple):
-    """An operation that a token gets if one of `picks` is not 0 for the token.
+    """An operation that a token gets if the value of at least one of `picks` is not 0 for the
+    token.
 
     Attributes:
-        boundary, level, rank: determine the order of operations.
+        boundary, level, rank: the three numbers by which operations are sorted.
         op: the operation. For a replacement, its vector is the replacement's first row.
-        picks: indices of picks. Empty if every token gets the operation.
-        row: for an OP_READ, the point of the row; else -1.
-        values: the rows of a replacement. The value of the pick is the row's number, from 1.
+        picks: the indices of picks. Empty if every token gets the operation.
+        row: the point of the row if the operation is OP_READ, else -1.
+        values: the rows of a replacement. The pick's value is the row's number, counted from 1.
     """
 
     boundary: int
@@ -57,17 +58,19 @@ class TableRows:
         index: int64 [num_columns], the program of each column.
         exists: bool [num_programs]; False for the program that does nothing.
         fixed: int32 [num_ops, 8]: code, register, source, and the numbers a to e as float32 bits.
-        words: int32 [num_ops, 2], the index of the 4-byte word of the operation's result, in all
-            slots of the token and in the token's slots of one tap. -1 for no result.
-        vector: int64 [num_ops], index into `keys` and `vectors`; -1 for none.
-        following: int64 [num_ops], the next operation of the program at this tap; -1 for none.
-        heads: int64 [num_heads], the first operation of each program at each of its taps.
+        words: int32 [num_ops, 2], two addresses of the operation's result in words of 4 bytes. The
+            first address counts from the token's first slot, and the second address counts from the
+            token's first slot at one tap. -1 if there is no result.
+        vector: int64 [num_ops], the index of the vector in `keys` and `vectors`, or -1 for none.
+        following: int64 [num_ops], the index of the next operation at the same tap, or -1 for none.
+        heads: int64 [num_heads], the index of each program's first operation at each of its taps.
         head_program, head_boundary: int64 [num_heads], the program and the boundary of each entry
             of `heads`.
-        keys: the distinct keys of the vectors. Vectors with equal keys are equal.
-        vectors: each is float32 [width of a row].
-        num_slots: int64 [num_programs], slots of a token in the arena.
-        num_delivered: int64 [num_programs], slots of a token in the ring, after the heads.
+        keys: the distinct keys of the operations' vectors. Vectors with equal keys are equal.
+        vectors: the vector of each key, float32 [width of a row].
+        num_slots: int64 [num_programs], the number of slots of a token in the arena.
+        num_delivered: int64 [num_programs], the number of slots of a token in the ring, after heads
+            are applied.
     """
 
     index: Ints
@@ -91,14 +94,16 @@ class TableRows:
 
 @dataclass(frozen=True, eq=False)
 class _Selected:
-    """The operations and cells of the distinct programs of some columns.
+    """The operations and the cells (a head and the point of its row) of the distinct programs of
+    some columns.
 
     Attributes:
         index: int64 [num_columns], the program of each column.
         exists: bool [num_programs]; False for the program that does nothing.
-        here, cells: bool [..., num_programs], which operations and which cells each program has.
-        program, op, vector: int64 [num_ops]. For each operation: the index of its program, its
-            index in the OpList, and the index of its vector (-1 for none).
+        here, cells: bool [number of operations or cells, num_programs], True if the program has the
+            operation or the cell.
+        program, op, vector: int64 [num_ops]. For each operation, these are the index of its
+            program, its index in the OpList, and the index of its vector (-1 for none).
     """
 
     index: Ints
@@ -122,12 +127,12 @@ class OpList:
     ) -> None:
         """
         Args:
-            reads, rows: as in Compiled.
+            reads, rows: the attributes of Compiled with these names.
         """
-        #: Cell, which is (head, the point of its row) -> the picks that need the cell.
+        #: A cell is a head and the point of its row. This dict has the picks that need each cell.
         cells: dict[tuple[Head | None, int], list[int]] = {}
-        #: If a request names several points of one row: each of these points -> its picks. If two
-        #: tokens name different points of one row, their layouts and their programs differ.
+        #: For rows of which the request names several points, the picks of each of these points. If
+        #: two tokens get different points of one row, their layouts and their programs differ.
         names: dict[int, list[int]] = {}
         shared = {row for point, row in rows.items() if point != row}
         for pick, points, head in reads:
@@ -180,13 +185,13 @@ class OpList:
         self._fixed = np.empty((len(ops), 8), np.int32)
         self._fixed[:, :3] = codes or np.zeros((0, 3))
         self._fixed[:, 3:] = bits
-        #: The key of each vector, and the vector: (array, i) is row i of the array, and (array, -1)
-        #: is the whole array.
+        #: The key of each vector, and the vector itself. The pair (array, i) means row i of the
+        #: array, and (array, -1) means the whole array.
         self._keys: list[bytes] = []
         self._arrays: list[tuple[Array, int]] = []
         self._vector = np.full(len(ops), -1, np.int64)
         self._replaces = np.full(len(ops), -1, np.int64)
-        #: For each vector, the index of the first equal vector.
+        #: For each vector, the index of the first vector that is equal.
         same: list[int] = []
         known: dict[bytes, int] = {}
         for i, one in enumerate(ops):
@@ -211,10 +216,11 @@ class OpList:
         self._same = np.array([*same, -1], np.int64)
 
     def _set_stores(self, ops: Sequence[Listed], rows: Mapping[int, int]) -> None:
-        """Set where operations store their results.
+        """Set the places where operations store their results.
 
-        `_store` is the index of a row that is read. The indices of banks that taps compute follow
-        the indices of all rows. -1 for none. `_index` is the index of a number in its bank."""
+        For each operation, `_store` is the index of the row that it reads, or of the bank for which
+        it computes a number, or -1 for none. The indices of banks follow the indices of all rows.
+        `_index` is the index of the operation's number in its bank."""
         told = {cell: len(self._rows) + i for i, cell in enumerate(self._told)}
         index, next_row = [], 0
         for one in ops:
@@ -229,12 +235,12 @@ class OpList:
                 index.append((told.get(cell, -1), at[2]))
         found = np.array(index, np.int64).reshape(-1, 2)
         self._store, self._index = found[:, 0], found[:, 1]
-        #: The operations that read, in the order of `_rows`.
+        #: The indices of the operations that read, in the order of `_rows`.
         self._read_ops = np.flatnonzero([one.row >= 0 for one in ops])
 
     def _present(self, columns: NDArray[np.int32]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """The operations and the cells that tokens with these columns get: two arrays, bool
-        [..., num_columns]."""
+        """The operations that tokens with these columns get, bool [number of operations,
+        num_columns], and the cells that these tokens get, bool [number of cells, num_columns]."""
         picked = np.ones((len(columns) + 1, columns.shape[1]), bool)
         np.greater(columns, 0, out=picked[:-1])
         has = picked[self._picks]
@@ -249,8 +255,8 @@ class OpList:
         if (pick >= 0).any():
             vector = np.where(pick >= 0, vector + columns[pick, program] - 1, vector)
             vector = self._same[vector]
-        # Equal programs have equal sums. Different programs have different sums, except with a
-        # negligible probability.
+        # Equal programs have equal sums. The probability that two different programs have equal
+        # sums is negligible.
         sums = np.zeros(len(op) + 1, np.int64)
         np.cumsum(self._marks[op] * (2 * vector + 3), out=sums[1:])
         sums = sums[np.cumsum(here.sum(axis=0))]
@@ -270,8 +276,9 @@ class OpList:
         return _Selected(np.array(index, np.int64), exists, here, cells, program, op, vector)
 
     def count(self, columns: NDArray[np.int32]) -> tuple[int, int, list[bytes], set[Head]]:
-        """Count the programs of some columns. Returns (number of distinct programs, number of
-        operations in all programs, keys of all vectors, heads with delivered results)."""
+        """Count the programs of some columns. Returns the number of distinct programs, the number
+        of operations in all programs, the keys of all vectors, and the heads with delivered
+        results."""
         found = self._select(columns)
         keys = [self._keys[i] for i in np.unique(found.vector) if i >= 0]
         some = np.flatnonzero(found.cells[: len(self._cells)].any(axis=1))
@@ -279,7 +286,7 @@ class OpList:
         return int(found.exists.sum()), len(found.op), keys, heads
 
     def at(self, columns: NDArray[np.int32], widths: Widths) -> TableRows:
-        """The programs of `columns`, [num_picks, num_columns]."""
+        """The TableRows of the programs of `columns`, [num_picks, num_columns]."""
         found = self._select(columns)
         program, op = found.program, found.op
         boundary = self._boundary[op]
@@ -289,7 +296,7 @@ class OpList:
         following = np.arange(1, len(op) + 1)
         following[heads[1:] - 1] = -1
         following[-1:] = -1
-        used = np.zeros(len(self._keys) + 1, bool)  # the last entry stands for none
+        used = np.zeros(len(self._keys) + 1, bool)  # the last entry is for no vector
         used[found.vector] = True
         given = np.flatnonzero(used[:-1]).tolist()
         vector = np.full(len(used), -1, np.int64)
@@ -305,7 +312,7 @@ class OpList:
         )  # fmt: skip
 
     def _stored(self, found: _Selected, widths: Widths) -> tuple[NDArray[np.int32], Ints, Ints]:
-        """(TableRows.words, num_slots, num_delivered) for the programs of `found`."""
+        """The values (words, num_slots, num_delivered) of TableRows for these programs."""
         here, cells, op, program = found.here, found.cells, found.op, found.program
         num_programs = here.shape[1]
         if not self._cells:
@@ -318,7 +325,7 @@ class OpList:
         stored = np.vstack((here[self._read_ops], cells[:num_told]))
         slots = stored * np.array(sizes, np.int64)[:, None]
         ends = np.cumsum(slots, axis=0)
-        # The slots of one tap also begin with the rows.
+        # In the slots of one tap, rows also come before the numbers of banks.
         tap = np.array([boundary_of_point(point) for point in places])
         by_tap = np.argsort(tap, kind="stable")
         within = np.empty_like(slots)
@@ -347,7 +354,8 @@ def _firsts(rows: NDArray[np.float32]) -> Ints:
 
 
 def _marks(count: int) -> Ints:
-    """Random numbers, equal for all callers in this process. A client cannot know these numbers."""
+    """Random numbers, which are equal for all callers in this process. The numbers are random so
+    that a client cannot know them."""
     while len(_random[-1]) < count:
         _random.append(np.frombuffer(secrets.token_bytes(16 * len(_random[-1])), np.int64))
     return _random[-1][:count]

@@ -1,4 +1,4 @@
-"""What a caller requests. Runs in every process, with numpy and without torch.
+"""What a caller requests. This folder runs in every process, with numpy and without torch.
 
 actions/         Read, Probe, Add, ...: one class each, and their JSON
 selectors.py     rules that pick tokens

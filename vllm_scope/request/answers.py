@@ -1,7 +1,7 @@
 """The answer to one request that stands for several variants.
 
 Owns:  Answers, and the error text NO_LOGPROBS.
-Runs:  EngineCore makes Answers, and the front-end reads them. numpy, no torch.
+Runs:  EngineCore makes Answers, and the front-end reads Answers. numpy, no torch.
 From:  engine.core.variants.   To: engine.frontend.sweeping.
 """
 
@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 #: The reason why a cell or a prompt of a sweep has no value.
 NO_LOGPROBS = (
     "vLLM did not return the log-probabilities of the metric's tokens. With speculative decoding, "
-    "Model Runner V1 returns none of named tokens; start the engine without speculative decoding."
+    "Model Runner V1 returns no log-probabilities of named tokens; start the engine without "
+    "speculative decoding."
 )
 #: The only key of the mapping that EngineCore sends to the front-end.
 _KEY = "scope_answers"
@@ -26,10 +27,11 @@ class Answers(NamedTuple):
 
     Attributes:
         logprobs: float32 [number of variants, number of tokens], log-probabilities of the tokens in
-            SamplingParams.logprob_token_ids, in that order. If that list is not set,
-            log-probabilities of all token ids. NaN for a variant with an error.
-        errors: index of a variant -> the reason why the variant failed.
-        others: True if the engine also had requests that do not belong to a sweep.
+            SamplingParams.logprob_token_ids, in the order of this list. If
+            SamplingParams.logprob_token_ids is not set, the log-probabilities of all token ids. The
+            numbers of a variant with an error are NaN.
+        errors: the reason why a variant failed, by the index of the variant.
+        others: True if the engine at the same time had requests that do not belong to a sweep.
     """
 
     logprobs: NDArray[np.float32]

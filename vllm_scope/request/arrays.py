@@ -1,7 +1,8 @@
 """Vectors and rows of a spec, as bytes with a shape.
 
 Owns:  Array, the parsing of tensors, arrays and lists into an Array, and the JSON of an Array.
-Runs:  in every process. Imports numpy, not torch. Torch tensors are read by their methods.
+Runs:  in every process. This module imports numpy, and does not import torch. To read a torch
+       tensor, this module calls the tensor's methods.
 
 Promise: the numbers of an Array are finite float32. The size of an Array is checked before its
 memory is allocated. Arrays with equal content have equal digests.
@@ -67,7 +68,7 @@ class Array:
 
     @staticmethod
     def known(shape: tuple[int, ...], data: bytes, digest: bytes) -> Array:
-        """Make an Array with a given digest. The digest is not computed again."""
+        """Make an Array whose digest is known. The digest is not computed again."""
         found = Array(shape, data)
         found.__dict__["digest"] = digest
         return found
@@ -84,7 +85,7 @@ class Array:
         return found.digest()[:16]
 
     def __getstate__(self) -> dict[str, object]:
-        return {"shape": self.shape, "data": self.data}  # cached properties are left out
+        return {"shape": self.shape, "data": self.data}  # without cached properties
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -134,7 +135,7 @@ def _from_json(body: dict[Any, Any], where: str, most_dimensions: int) -> Array:
     if not isinstance(text, str):
         raise SpecError(f"{where}.data is {shown(text)}; it must be a base64 string.")
     size = np.dtype(DTYPES[dtype]).itemsize * math.prod(shape)
-    if len(text) > 4 * -(-size // 3):  # this check is before the text is decoded
+    if len(text) > 4 * -(-size // 3):  # the length is checked before the text is decoded
         raise SpecError(
             f"{where}.data has {len(text):,} characters; the {size:,} bytes of {dtype} of shape "
             f"{shape} take {4 * -(-size // 3):,}."
@@ -157,5 +158,5 @@ def _from_json(body: dict[Any, Any], where: str, most_dimensions: int) -> Array:
 
 
 def of_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """The numbers with these bfloat16 bits, as float32. numpy has no bfloat16."""
+    """The numbers with these bfloat16 bits, as float32. (numpy has no bfloat16.)"""
     return (bits.astype("<u4") << 16).view("<f4")

@@ -4,8 +4,8 @@ Owns:  `decode`, `decode_counted`, `is_unicode`.
 Runs:  in every process. No torch.
 To:    spec, compat, server.
 
-Promise: to refuse a text takes a few passes over the characters of the text. To parse a text makes
-at most as many Python objects as MOST_NODES and MOST_ITEMS allow.
+Promise: the refusal of a text takes only a few passes over the characters of the text. The parsing
+of a text makes at most as many Python objects as MOST_NODES and MOST_ITEMS allow.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ import msgspec
 
 from vllm_scope.errors import SpecError
 
-#: The largest number of nodes (lists, objects, fields) in one text. One node takes 300 ns or more.
+#: The largest number of nodes (lists, objects, fields) in one text. The parsing of one node takes
+#: 300 ns or more.
 MOST_NODES = 1 << 14
-#: The largest number of items in the lists of one text: 64 vectors of 4,096 numbers.
+#: The largest number of items in all lists of one text, enough for 64 vectors of 4,096 numbers.
 MOST_ITEMS = 1 << 18
-#: Every byte except the four that begin a list, an object, a field's value, or one more item.
+#: All bytes except `[`, `{`, `:` and `,`, which begin a list, an object, a field's value and a
+#: further item.
 _NOT_COUNTED = bytes(set(range(256)) - set(b"[{:,"))
 PACKED = "Send vectors as base64 ({dtype, shape, data}), or name a steering module."
 
 
 def is_unicode(text: str) -> bool:
-    """False for a text with half of a surrogate pair. JSON can contain such a text."""
+    """False for a text that contains half of a surrogate pair, which JSON can contain."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -33,7 +35,7 @@ def is_unicode(text: str) -> bool:
 
 
 def decode(text: str, where: str, most_items: int = MOST_ITEMS) -> object:
-    """The value of a JSON text.
+    """Parse a JSON text, and return the value.
 
     Args:
         where: the name of the text in error messages.
@@ -46,9 +48,9 @@ def decode(text: str, where: str, most_items: int = MOST_ITEMS) -> object:
 
 
 def decode_counted(text: str, where: str, most_items: int = MOST_ITEMS) -> tuple[object, int]:
-    """As `decode`. The second value is the number of commas: about the number of items.
+    """The result of `decode`, and the number of commas, which is about the number of items.
 
-    Base64 has no comma. Therefore a vector in base64 does not count.
+    Base64 text contains no comma. Therefore the numbers of a vector in base64 are not counted.
     """
     # One pass that removes all other bytes is faster than one count for each of the four bytes.
     counted = text.encode("utf-8", "surrogatepass").translate(None, _NOT_COUNTED)

@@ -2,7 +2,8 @@
 
 Owns:  `begins` (the first position that a stage scores), `check_cascades`.
 Runs:  in every process. No torch.
-From:  actions.probing (`after`).   To: spec, engine.monitors (the checks); resolved (the position).
+From:  actions.probing (`after`).   To: spec and engine.monitors (the checks), resolved (the
+       position).
 
 Promise: the first position of a later stage depends on the position of the verdict, on the prompt's
 length and on the engine's configuration. The first position does not depend on how the scheduler
@@ -25,15 +26,16 @@ def begins(verdict: int, num_prompt: int, step_tokens: int) -> int:
     """The first position that a later stage scores. The worker certainly computes this position
     after the worker has received the verdict.
 
-    The scheduler receives a verdict with the output of the verdict's step. With async scheduling,
-    the scheduler has started one more step before it receives the verdict. With drafts, the
-    scheduler receives the verdict one step later, because the token must first be accepted. Each
-    step advances by at most `step_tokens` positions. A step of a prompt can have as many tokens as
-    fit. Therefore a stage never begins inside a prompt.
+    The scheduler receives a verdict with the output of the step that computes the verdict's
+    position. With async scheduling, the scheduler has started one more step before the scheduler
+    receives the verdict. With drafts, the scheduler receives the verdict one step later, because
+    the token must first be accepted. Each step advances by at most `step_tokens` positions. The
+    bound `step_tokens` is only valid for generated tokens, because one step can process many tokens
+    of a prompt. Therefore a stage never begins inside a prompt.
 
     Args:
         verdict: the position of the first stage's verdict.
-        step_tokens: as in Sites.
+        step_tokens: the same number as `Sites.step_tokens`.
     """
     in_flight = 1 if step_tokens == 1 else 2
     return max(num_prompt, verdict + step_tokens) + in_flight * step_tokens
@@ -41,11 +43,12 @@ def begins(verdict: int, num_prompt: int, step_tokens: int) -> int:
 
 def check_cascades(probes: Sequence[Probe], where: Callable[[int], str], what: str) -> None:
     """Check the cascades of some probes. Raises SpecError if a first stage is missing or cannot be
-    a first stage. Also raises SpecError for a cycle or too many stages.
+    a first stage. Also raises SpecError for a cycle of probes or for too many stages.
 
     Args:
-        where: index of a probe -> the path of the probe in error messages, as the caller wrote it.
-        what: "probe" or "monitor".
+        where: a function that returns the path of a probe in error messages, from the index of the
+            probe.
+        what: the word that error messages use for the probes, "probe" or "monitor".
     """
     index_of = {probe.name: i for i, probe in enumerate(probes)}
     for i in range(len(probes)):

@@ -5,14 +5,15 @@ Owns:  CodecChoice (a codec's name and options), Head, and the kinds of heads:
        Strongest (the strongest features of an SAE), Likeliest (the likeliest next tokens),
        `Told` (numbers that taps compute), Scored (a Bank that taps compute),
        Summed (rows that the worker adds to sums on the device).
-Runs:  CodecChoice in every process, without torch. A process that has the model's sizes makes a
-       Head. The Head travels with the bytes that the Head makes.
+Runs:  every process can make a CodecChoice, without torch. A process that has the model's sizes
+       makes a Head. The Head is sent together with the bytes that the Head makes.
 From:  actions, resolve.   To: codecs.packed, worker.probe_bank, layout (sizes of heads' values).
 
-Promise: a head makes a fixed number of bytes from each row, and uses no other row. An Encoding is
-enough to make the codec again. A Bank has a digest of its weights, not the weights. A Strongest has
-the name of an SAE that the workers have loaded. A Likeliest has a count. If a lens maps the rows
-first, the Likeliest also has the name of the lens.
+Promise: a head makes a fixed number of bytes from each row, and uses no other row. From an
+Encoding, a process can make the codec again. A Bank contains a digest of its weights, and not the
+weights. A Strongest contains the name of an SAE that the workers have loaded. A Likeliest contains
+the number of tokens. If a lens maps the rows first, the Likeliest also contains the name of the
+lens.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from typing import Any, ClassVar, Self
 
 from vllm_scope.errors import SpecError, shown
 
-#: Name of a codec that a read can name -> the codec's options. These are the rowwise codecs of
-#: codecs.CODECS. The names are repeated in this file, because codecs imports torch, and a caller's
-#: process may not have torch.
+#: The codecs that a read can name, and the names of each codec's options. The codecs are the
+#: rowwise codecs of codecs.CODECS. This file repeats the names and does not import `codecs`,
+#: because `codecs` imports torch, and a caller's process possibly has no torch.
 READ_CODECS: dict[str, tuple[str, ...]] = {
     "none": (),
     "fp16": (),
@@ -43,9 +44,9 @@ READ_CODECS: dict[str, tuple[str, ...]] = {
 
 
 #: The key under which the workers store one map of a lens: (name of the lens, boundary of the map).
-#: The key of an SAE is the SAE's name.
+#: The key of a held SAE is the SAE's name.
 LensKey = tuple[str, int]
-#: The key of the model's own lens. That lens maps no rows.
+#: The key of the model's own lens, which maps no rows.
 LENS: LensKey = ("", -1)
 
 
@@ -58,7 +59,7 @@ class CodecChoice:
 
     @staticmethod
     def parse(value: object, where: str) -> CodecChoice | None:
-        """Make the CodecChoice of a name, or of an object with a name and options.
+        """Make a CodecChoice from a codec's name, or from an object with a name and options.
 
         Returns:
             None if `value` is None or names the codec "none".
@@ -129,7 +130,7 @@ class Bank(Head):
     """The probes of one request at one `Place`, in one stage of a cascade. The numbers of all
     probes are float32, one after another."""
 
-    #: `text` begins with this word. (The text of an Encoding is a JSON object.)
+    #: The `text` of a Bank begins with this word. (The text of an Encoding is a JSON object.)
     start: ClassVar[str] = "probes"
 
     @classmethod
@@ -139,21 +140,22 @@ class Bank(Head):
         """The bank of some nets.
 
         Args:
-            digests: the digests of the nets (for a `Told`, of gates and edits), in order.
+            digests: the digests of the nets (or of a `Told`'s gates and edits), in their order.
             num_values: number of all numbers that the nets make from a row.
-            group: Place.group, because two sites can share a boundary.
-            after: as in Probe.
+            group: `Place.group`, which differs if two sites share a boundary.
+            after: the same as `Probe.after`.
         """
-        # "then" sorts after every digest. Therefore the banks of one stage are together in a
-        # layout.
+        # A layout is sorted by these texts, and "then" sorts after every digest. Therefore the
+        # banks of one stage are together in a layout.
         stage = "" if after is None else f"then {after} "
         digest = hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
         return cls(f"{cls.start} {group} {stage}{digest}", 4 * num_values)
 
     @property
     def nameless(self) -> Bank:
-        """This bank without its digest. A front-end does not have the weights of steering modules.
-        Therefore the front-end finds a request's numbers by their `Place` and their count."""
+        """Returns this bank without the digest. A front-end does not have the weights of steering
+        modules. Therefore the front-end finds a request's numbers by their `Place` and their
+        count."""
         return type(self)(self.text.rpartition(" ")[0], self.row_bytes)
 
 
@@ -176,20 +178,21 @@ class Scored(Told):
 
 @dataclass(frozen=True)
 class Strongest(Bank):
-    """The strongest features of an SAE that the workers have loaded. The values of a row are int32
-    indices, then as many float32 values, descending. If fewer features are active, the rest is
-    0."""
+    """The strongest features of an SAE that the workers have loaded. For each row, the result is
+    int32 indices, and then the same number of float32 values in descending order. If fewer features
+    are active, the remaining values are 0."""
 
     start: ClassVar[str] = "strongest"
 
     @staticmethod
     def of_sae(name: str, count: int, group: int = 0) -> Strongest:
-        """The `count` strongest features of the SAE with this name. `group`: as in Bank.of."""
+        """The `count` strongest features of this SAE. `group` is the same argument as in
+        Bank.of."""
         return Strongest(f"{Strongest.start} {group} {count} {name}", 8 * count)
 
     @property
     def nameless(self) -> Self:
-        """This bank itself, because the text of a Strongest has no digest."""
+        """Returns this bank itself, because the text of a Strongest contains no digest."""
         return self
 
     @property
@@ -210,20 +213,21 @@ class Strongest(Bank):
 @dataclass(frozen=True)
 class Likeliest(Strongest):
     """The likeliest tokens of a row by the model's own final norm and unembedding. A lens can map
-    the row first. The values of a row are int32 token ids, then as many float32 log-probabilities,
-    descending. If the vocabulary has fewer tokens, the remaining ids are -1."""
+    the row first. For each row, the result is int32 token ids, and then the same number of float32
+    log-probabilities in descending order. If the vocabulary has fewer tokens, the remaining ids are
+    -1."""
 
     start: ClassVar[str] = "likeliest"
 
     @staticmethod
     def of_lens(count: int, group: int = 0, key: LensKey = LENS) -> Likeliest:
-        """The `count` likeliest tokens. `group`: as in Bank.of."""
+        """The `count` likeliest tokens. `group` is the same argument as in Bank.of."""
         named = "" if key == LENS else f" {key[1]} {key[0]}"
         return Likeliest(f"{Likeliest.start} {group} {count}{named}", 8 * count)
 
     @property
     def sae(self) -> str:
-        """Empty, because a lens has no SAE."""
+        """An empty string, because a lens has no SAE."""
         return ""
 
     @property
@@ -249,7 +253,7 @@ class Summed(Head):
 
 @lru_cache(maxsize=4096)
 def known_head(text: str, row_bytes: int) -> Head:
-    """The head with these attributes. Another process of the engine has sent the attributes."""
+    """The head with these attributes, which another process of the engine has sent."""
     kinds = Bank, Told, Scored, Strongest, Likeliest
     banks = (kind for kind in kinds if text.startswith(f"{kind.start} "))
     kind: type[Head] = next(banks, Encoding)

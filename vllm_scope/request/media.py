@@ -1,14 +1,17 @@
 """The media type of binary answers, for servers and clients.
 
-docs/http.md describes the format: a safetensors file whose tensor `answer` has the JSON.
+An answer is a safetensors file whose tensor `answer` contains the JSON (see docs/http.md).
 """
 
-#: A client sends this media type in `Accept`. A server that supports it answers in this type.
+#: A client sends this media type in `Accept`. A server that supports this media type sends the
+#: answer in this type.
 BINARY = "application/vnd.vllm-scope+safetensors"
-#: Name of the tensor with the JSON of an answer or of a stream's event: uint8, [number of bytes].
+#: The name of the tensor that contains the JSON of an answer, or of one event of a stream. The
+#: tensor is uint8, [number of bytes].
 ANSWER = "answer"
 
 
 def prefix_of(choice: int) -> str:
-    """The prefix of the tensor names of one choice. The rest of a name is as in a result's file."""
+    """The prefix of the names of one choice's tensors. After the prefix, a tensor has the same name
+    as in a result's file."""
     return f"choices.{choice}."

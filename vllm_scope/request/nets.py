@@ -2,8 +2,8 @@
 
 Owns:  Mlp and AttentionPool (weights that a caller gives), Net (a weight of any kind, as layers),
        Ema and RollingMean (aggregates), and the JSON of these classes.
-Runs:  in every process. numpy, no torch.
-To:    actions.probing, resolve; worker.probe_bank (computes nets), batch.readout (aggregates).
+Runs:  in every process, with numpy and without torch.
+To:    actions.probing, resolve, worker.probe_bank (computes nets), batch.readout (aggregates).
 
 A net makes one or more numbers from a row x (`.` is the dot product):
 
@@ -11,8 +11,8 @@ A net makes one or more numbers from a row x (`.` is the dot product):
     Mlp              W2 f(W1 x + b1) + b2, or three layers   1 number
     AttentionPool    query_h . x and value_h . x             2 numbers for each head h
 
-If a probe has several model layers, each number is the sum over the layers. The score is computed
-from these sums.
+If a probe has several layers of the model, each number is the sum of this number over the layers.
+The score is computed from the sums.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from vllm_scope.request.arrays import Array
 Hidden = Literal["relu", "gelu", "silu", "tanh"]
 HIDDEN: tuple[str, ...] = get_args(Hidden)
 MAX_HIDDEN_LAYERS = 2
-#: Longest window of a RollingMean.
+#: The longest window of a RollingMean.
 MAX_WINDOW = 1 << 16
 
 
 @dataclass(frozen=True)
 class Net:
-    """The computation on one row.
+    """The computation that a probe makes on one row.
 
     Attributes:
-        layers: (weight [out, in], bias [out] or None) of each layer. The first input is the row.
-        hidden: the function between the layers. None if there is one layer.
+        layers: (weight [out, in], bias [out] or None) of each layer. The first layer's input is the
+            row.
+        hidden: the function between the layers. For a net with only one layer, `hidden` is None.
     """
 
     layers: tuple[tuple[Array, Array | None], ...]
@@ -69,7 +70,7 @@ class Net:
 
 @dataclass(frozen=True)
 class Mlp:
-    """A perceptron with one or two hidden layers, as a probe's weight.
+    """A probe's weight that is a perceptron with one or two hidden layers.
 
     Args:
         layers: (weight [out, in], bias [out]) of each layer, in the form of torch.nn.Linear. The
@@ -134,15 +135,15 @@ class Mlp:
 
 @dataclass(frozen=True)
 class AttentionPool:
-    """Attention over the positions of a request, as a probe's weight.
+    """A probe's weight that attends over the positions of a request.
 
     For each head, the probe computes a weighted average of `x . value` over the positions that the
     probe has scored, up to the current position. The weights of the average are the softmax of
     `x . query` over the same positions. The score is the sum of the averages of all heads.
 
     Args:
-        query, value: [num_heads, width of a row], or [width of a row] for one head. A scale such as
-            `1 / sqrt(width)` must be multiplied into the query.
+        query, value: arrays [num_heads, width of a row], or [width of a row] for one head. A scale
+            such as `1 / sqrt(width)` must be multiplied into the query.
 
     Raises:
         SpecError: the two shapes differ, or a shape has more than two dimensions.
@@ -174,14 +175,15 @@ class AttentionPool:
 
 
 def net_of(weight: Array | Mlp | AttentionPool) -> Net:
-    """The computation of a probe's weight at one layer. An Array is [width of a row]."""
+    """The computation of a probe's weight at one layer. An Array must have the shape
+    [width of a row]."""
     if isinstance(weight, Array):
         return Net(((Array((1, *weight.shape), weight.data), None),))
     return weight.net
 
 
 def shaped_weight(value: object, where: str) -> Mlp | AttentionPool | None:
-    """Convert `value` or its JSON to an Mlp or AttentionPool. Other values give None.
+    """Convert `value` or its JSON to an Mlp or AttentionPool. Returns None for any other value.
 
     Raises:
         SpecError: the JSON of an Mlp or an AttentionPool is malformed.
@@ -211,10 +213,10 @@ def shaped_weight(value: object, where: str) -> Mlp | AttentionPool | None:
 class Ema:
     """The exponential moving average of the scores: `a = decay * a + (1 - decay) * score`.
 
-    At the first score, the average is that score.
+    The average begins with the first score.
 
     Args:
-        decay: from 0 to below 1.
+        decay: a number from 0 to below 1.
     """
 
     decay: float
@@ -233,12 +235,13 @@ class Ema:
 
 @dataclass(frozen=True)
 class RollingMean:
-    """The mean of the last `window` scores. If there are fewer scores, the mean of all scores.
+    """The mean of the last `window` scores. If there are fewer than `window` scores, the mean of
+    all scores.
 
     Args:
-        window: 1 or more.
-        then: "max": the aggregate is the largest mean of any full window so far. Before the first
-            full window, the aggregate is the mean of all scores.
+        window: the number of scores, 1 or more.
+        then: with "max", the aggregate is the largest mean of any full window so far. Before the
+            first full window, the aggregate is the mean of all scores.
     """
 
     window: int
@@ -267,7 +270,7 @@ def parse_aggregate(value: object, where: str) -> Aggregate | None:
     Raises:
         SpecError: `value` is not an aggregate and not the JSON of an aggregate.
     """
-    if isinstance(value, str | None | Ema | RollingMean):  # an array is never compared with a word
+    if isinstance(value, str | None | Ema | RollingMean):  # no array is compared with a word
         match value:
             case None | Ema() | RollingMean() | "max" | "mean":
                 return value

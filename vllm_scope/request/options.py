@@ -16,7 +16,8 @@ from vllm_scope.errors import ConfigError, shown
 
 Options = TypeVar("Options", bound=BaseModel)
 
-#: pydantic's kind of error -> the rule for the value. Words in braces come from the error.
+#: The rule that an error text states, by pydantic's kind of error. The values of the words in
+#: braces are in pydantic's error.
 _MUST: dict[str, str] = {
     "string_type": "must be a string",
     "string_too_short": "must have {min_length} or more characters",
@@ -45,7 +46,7 @@ def _number(value: object) -> object:
     return value
 
 
-#: A finite number in options. A boolean and a text are refused.
+#: A finite number in options. Booleans and strings are refused.
 Number = Annotated[FiniteFloat, BeforeValidator(_number)]
 
 
@@ -56,17 +57,19 @@ def checked(
 
     Args:
         where: the beginning of an error's sentence, before the option's name.
-        unsaid: fields of the model that are not options. Errors do not list these fields.
+        unsaid: fields of `model` that are not options. Error texts do not list these fields.
 
     Raises:
-        ConfigError: an option is wrong. The text names the first wrong option, its value and the
-            allowed values. If a validator raises a ConfigError, the text is the validator's.
+        ConfigError: the value or the name of an option is wrong. The text names the first wrong
+            option, its value and the allowed values. If a validator raises a ConfigError, the error
+            has the text of the validator's ConfigError.
     """
     try:
         return model.model_validate(dict(body))
     except ValidationError as error:
         options = [name for name in model.model_fields if name not in unsaid]
-        # Misspelt options come first: an option can be missing because its name is misspelt.
+        # Errors about unknown names come first, because an option can be missing when its name is
+        # misspelt.
         found = sorted(error.errors(), key=lambda one: one["type"] not in _NO_OPTION)
         sentence = _sentence_of(found[0], options)
         raise ConfigError(f"{where}{sentence.rstrip('.')}.") from None
@@ -85,7 +88,7 @@ def _sentence_of(error: Any, options: list[str]) -> str:
     if kind in _NO_OPTION and not rest:
         return f"{path} is no option{nearest(path, options)} The options are {', '.join(options)}"
     if kind == "value_error" and (not path or isinstance(context["error"], ConfigError)):
-        return str(context["error"])  # a sentence of this package: it names the option
+        return str(context["error"])  # a sentence of this package, which names the option
     path += "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in rest if p != _KEY)
     if kind == "missing":
         return f"{path} is missing; it must be given"
@@ -102,5 +105,5 @@ def _sentence_of(error: Any, options: list[str]) -> str:
 
 
 def _plain(limit: object) -> object:
-    """The limit. If the limit is a whole float, the limit as an int: 1 for 1.0."""
+    """Return the limit. A float that is a whole number becomes an int, such as 1 for 1.0."""
     return int(limit) if isinstance(limit, float) and limit.is_integer() else limit

@@ -1,10 +1,11 @@
 """Makes specs that differ only in the layers, vectors and numbers of their edits.
 
-Such specs are the cells of a sweep, and requests of which each has a different edit.
+The cells of a sweep have such specs. Requests with one edit each, at different places, also have
+such specs.
 
 Owns:  Outline.
-Runs:  in the front-end and in EngineCore, when a request enters. numpy, no torch.
-From:  packed (such specs have equal bodies).   To: spec (Meanings).
+Runs:  in the front-end and in EngineCore, when a request enters, with numpy and without torch.
+From:  packed (specs of one outline have equal bodies).   To: spec (Meanings).
 
 Promise: a Resolved that `fitted` returns equals the result of Spec.resolve. If Spec.resolve refuses
 a spec, `fitted` returns no Resolved. Values that do not depend on layers, vectors or numbers are
@@ -31,21 +32,22 @@ _ALIKE: Final = (
     "scores_alone", "score_bytes", "num_states", "stopping", "firsts", "watched", "scaled",
     "destinations", "shared",
 )  # fmt: skip
-#: Measured memory, in bytes: of an outline, of each edit, and of each `Place`. The memory of the
-#: first spec is not in these numbers. The memory of the caches for the other specs is included.
+#: The measured memory of an outline, of each edit, and of each `Place`, in bytes. The memory of the
+#: first spec is not included, and the memory of the caches for the other specs is included.
 _OUTLINE_BYTES, _EDIT_BYTES, _PLACE_BYTES = 6144, 2560, 384
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A resolved spec of edits. `fitted` makes other specs with the same body from it.
+    """A resolved spec of edits. From this spec, `fitted` makes other specs with the same body.
 
-    A body names Arrays and numbers by their indices, and equal values have one index. Therefore, if
-    two fields of the first spec are equal, the two fields are equal in each spec with this body.
+    The body of a Packed names Arrays and numbers by indices, and equal values have one index.
+    Therefore, if two fields of the first spec are equal, the two fields are equal in each spec with
+    this body.
 
     Attributes:
         first: the resolved spec.
-        packed: the same spec, as one process sends it to another.
+        packed: the same spec, in the packed form that processes send to each other.
     """
 
     first: Resolved
@@ -122,7 +124,8 @@ class Outline:
 
     @cached_property
     def _whole(self) -> dict[str, Any]:
-        """The attributes that all Resolved of this outline share: all attributes except `edits`."""
+        """The fields of the first Resolved, and the cached attributes that all Resolved of this
+        outline share. `fitted` replaces the field `edits`."""
         names = [each.name for each in fields(Resolved)]
         return {name: getattr(self.first, name) for name in (*names, *_ALIKE)}
 
@@ -131,7 +134,7 @@ class Outline:
         return {}
 
     def _place(self, number: int, layers: tuple[int, ...]) -> Place:
-        """The `Place` of an edit. The edit has one layer."""
+        """The `Place` of an edit that has one layer."""
         edit = self.first.edits[number]
         known = self._places.get((edit.stream.site, layers))
         if known is None:
@@ -142,7 +145,7 @@ class Outline:
         return known
 
 
-#: Numbers of a ResolvedEdit that are not in the spec. Each stands for a missing bound.
+#: The numbers of a ResolvedEdit that are not in the spec. Both numbers stand for a missing bound.
 _BOUNDS: Final = (math.inf, -math.inf)
 
 
@@ -152,9 +155,9 @@ class _Form:
 
     Attributes:
         content: the values of all fields in the first spec.
-        arrays: (field, index of its Array).
-        numbers: (field, index of its number).
-        several: (field, indices of its numbers).
+        arrays: each field that is an Array, with the index of the Array.
+        numbers: each field that is a number, with the index of the number.
+        several: each field that is a tuple of numbers, with the indices of the numbers.
     """
 
     content: dict[str, Any]
@@ -169,8 +172,9 @@ class _Form:
         """The form of an edit or a gate of the first spec.
 
         Args:
-            index_of: digest of an Array -> its index.
-            index: text of a number (0.0 and -0.0 have different texts) -> its index.
+            index_of: the index of each Array, by the digest of the Array.
+            index: the index of each number, by the text of the number. (0.0 and -0.0 have different
+                texts.)
         """
         content = {each.name: getattr(one, each.name) for each in fields(one)}
         arrays, numbers, several = [], [], []
@@ -184,7 +188,7 @@ class _Form:
         return _Form(content, arrays, numbers, several)
 
     def filled(self, arrays: Sequence[Array], numbers: Sequence[float]) -> dict[str, Any]:
-        """The fields in another spec. `arrays` and `numbers` belong to that spec."""
+        """The values of the fields in another spec, to which `arrays` and `numbers` belong."""
         found = self.content.copy()
         for name, at in self.arrays:
             found[name] = arrays[at]

@@ -1,14 +1,15 @@
-"""Checked actions as bytes, between the processes of one engine.
+"""Checked actions as bytes, for the messages between the processes of one engine.
 
 Owns:  Packed, `pack`, `unpack`.
 Runs:  in front-ends and EngineCore (`pack`), in EngineCore and workers (`unpack`). No torch.
-From:  spec, resolve (their actions are packed).   To: ticket, core.news.
+From:  spec and resolve, whose actions are packed.   To: ticket, core.news.
 
-Promise: equal actions have equal digests. The vectors are not in the body. Therefore EngineCore
-sends a worker only the vectors that the worker does not have (core.news). The layers of edits, and
-the numbers of edits and gates, are also not in the body. The cells of a sweep mostly differ only in
-these parts, and then have equal bodies (outline). `unpack` does not check the actions again. The
-actions were checked when they were made, and packed bytes never come from a caller.
+Promise: equal actions have equal digests. The body of a Packed does not contain the vectors.
+Therefore EngineCore can send a worker only those vectors that the worker does not have (core.news).
+The body also does not contain the layers of edits, and the numbers of edits and gates. Cells of a
+sweep that differ only in vectors, layers and numbers have equal bodies (outline). `unpack` does not
+check the actions again. The actions were checked when they were made, and packed bytes never come
+from a caller.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ from vllm_scope.request.resolved import (
 from vllm_scope.request.selectors import Except, Positions, Span, TokenIds, Union, Word
 from vllm_scope.request.sites import Place
 
-#: A packed object is a list: the index of the object's class in _CLASSES, then the object's fields.
+#: A packed object is a list, which contains the index of the object's class in _CLASSES, and then
+#: the object's fields.
 _CLASSES: tuple[type[Any], ...] = (
     Read, Probe, Add, Ablate, Clamp, Replace, Module, CodecChoice,
     ResolvedRead, ResolvedProbe, ResolvedEdit, Encoding,
@@ -79,17 +81,18 @@ _CLASSES: tuple[type[Any], ...] = (
     Moments, ResolvedMoments, Scored,
 )  # fmt: skip
 _NUMBER_OF = {cls: number for number, cls in enumerate(_CLASSES)}
-#: Edits whose `layers` are not in the body. `layer` follows from `layers`, and is not packed.
+#: The classes of edits whose `layers` are not in the body. `layer` is not packed, because `layer`
+#: can be computed from `layers`.
 _PLACED = (Add, Ablate, Clamp, Replace)
-#: Classes whose numbers are not in the body.
+#: The classes whose numbers are not in the body.
 _NUMBERED = (*_PLACED, Gate)
 _FIELDS = [
     tuple(each.name for each in fields(cls) if cls not in _PLACED or each.name != "layer")
     for cls in _CLASSES
 ]
-#: Markers that replace the index of a class. In this order: a tuple of objects, a tuple of plain
-#: values, the index of an Array, a `Place`, edits that differ only in their streams, the index of
-#: an edit's layers, the index of a number.
+#: Markers that replace the index of a class. The markers stand for these values, in this order: a
+#: tuple of objects, a tuple of plain values, the index of an Array, a `Place`, edits that differ
+#: only in their streams, the index of an edit's layers, the index of a number.
 _TUPLE, _PLAIN, _ARRAY, _PLACE, _EDITS, _LAYERS, _NUMBER = -1, -2, -3, -4, -5, -6, -7
 _PLAIN_TYPES = {int, float, str, bool, type(None)}
 
@@ -105,7 +108,8 @@ class Packed(msgspec.Struct, frozen=True, array_like=True):
         body: msgpack, without vectors, the layers of edits, and the numbers of edits and gates.
         arrays: the distinct digests of the Arrays that the body names by their indices.
         layers: the layers of each edit that has layers, in the order of the edits.
-        numbers: the distinct numbers that the body names by their indices. 0.0 and -0.0 differ.
+        numbers: the distinct numbers that the body names by their indices. 0.0 and -0.0 are
+            distinct.
     """
 
     digest: bytes
@@ -125,8 +129,9 @@ class Packed(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class _Apart:
-    """The parts that `pack` leaves out of a body. `arrays` and `indices`: digest of an Array -> the
-    Array, and its index. `layers`: of edits. `numbers`: text of a number -> its index."""
+    """The parts that `pack` leaves out of a body. `arrays` and `indices` have each Array and the
+    Array's index, by the Array's digest. `layers` has the layers of the edits. `numbers` has the
+    index of each number, by the number's text."""
 
     arrays: dict[bytes, Array] = field(default_factory=dict)
     indices: dict[bytes, int] = field(default_factory=dict)
@@ -146,7 +151,7 @@ class _Apart:
 
 
 class _Kept(NamedTuple):
-    """The parts that `pack` has left out of a body. The body has the index of each part."""
+    """The parts that `pack` has left out of a body. The body contains the index of each part."""
 
     arrays: list[Array]
     layers: list[tuple[int, ...]]
@@ -154,7 +159,7 @@ class _Kept(NamedTuple):
 
 
 def pack(actions: tuple[object, ...]) -> tuple[Packed, dict[bytes, Array]]:
-    """Pack actions. Returns the Packed (without Arrays), and digest -> Array."""
+    """Pack actions. Returns the Packed (without Arrays), and the Arrays by digest."""
     apart = _Apart()
     body = _encode(_taken_apart(actions, apart))
     numbers = list(map(float, apart.numbers))
@@ -190,7 +195,7 @@ def unpack(packed: Packed, arrays: Mapping[bytes, Array]) -> tuple[Any, ...]:
 
 def _taken_apart(value: object, apart: _Apart) -> object:
     cls = type(value)
-    if cls in _PLAIN_TYPES:  # most values are plain
+    if cls in _PLAIN_TYPES:  # most values are of these types
         return value
     if isinstance(value, Place):
         return [_PLACE, *value]

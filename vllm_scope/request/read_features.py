@@ -4,8 +4,8 @@ Owns:  ReadFeatures, `check_feature`.
 Runs:  in front-ends, workers and clients. No torch.
 From:  resolved.   To: batch.sparse, files.index, server.encode, client.parsing.
 
-Promise: if a ReadFeatures says that a result cannot have a feature, an access to that feature is an
-error. The access never returns a row of zeros.
+Promise: if a ReadFeatures says that a result cannot have a feature, an access to this feature is an
+error. The access does not return a row of zeros.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from vllm_scope.errors import shown
 
 
 class ReadFeatures(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The features that the result of a `Features` can have. JSON leaves out a field that is None.
+    """The features that the result of a `Features` can have. The JSON form leaves out a field that
+    is None.
 
     Attributes:
-        num_features: number of features of the SAE. None if the read has `indices` and the SAE is
-            not TopK, because the workers then receive only the rows of these features.
-        asked: the features that the read named (`indices`). None if the read has `top_k`.
+        num_features: number of features of the SAE. `num_features` is None if the read has
+            `indices` and the SAE is not TopK, because the workers then receive only the rows of
+            these features.
+        asked: the features that the read named (`indices`). If the read has `top_k`, None.
     """
 
     num_features: int | None = None
     asked: tuple[int, ...] | None = None
 
 
-#: For answers and files of earlier versions. Such answers do not name the features that were read.
+#: The value for answers and files of earlier versions, which do not name the read features.
 NOT_KNOWN = ReadFeatures()
 
 
@@ -37,14 +39,14 @@ def check_feature(index: object, num_features: int | None, asked: tuple[int, ...
     """Raises KeyError if a feature cannot be in a result.
 
     Args:
-        num_features, asked: as in ReadFeatures.
+        num_features, asked: the same as the attributes of ReadFeatures.
     """
     if isinstance(index, bool) or not isinstance(index, int | np.integer) or index < 0:
         raise KeyError(f"feature {shown(index)} is not there; features are whole numbers from 0.")
     if asked is not None and index not in asked:
         raise KeyError(
-            f"feature {index} was not read; the read named {shown(list(asked))}. Add it to "
-            "Features(indices=...) and run the request again."
+            f"feature {index} was not read; the read named {shown(list(asked))}. Add the feature "
+            "to Features(indices=...) and run the request again."
         )
     if num_features is not None and index >= num_features:
         raise KeyError(

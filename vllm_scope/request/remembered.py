@@ -31,7 +31,7 @@ class Remembered(Generic[Key, Value]):
 
     @property
     def num_bytes(self) -> int:
-        """Sum of the `num_bytes` of the stored values."""
+        """The sum of the `num_bytes` of all stored values."""
         return self._num_bytes
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ class Remembered(Generic[Key, Value]):
         """Store a value. If the key has a value already, replace that value.
 
         Returns:
-            (key, value) of each value that was dropped because of the limit.
+            The pair (key, value) of each value that was dropped because of the limit.
         """
         with self._lock:
             before = self._values.pop(key, None)
@@ -75,7 +75,7 @@ class Remembered(Generic[Key, Value]):
         return gone
 
     def clear(self) -> list[tuple[Key, Value]]:
-        """Drop all values. Returns (key, value) of each dropped value."""
+        """Drop all values. Returns the pair (key, value) of each dropped value."""
         with self._lock:
             gone = [(key, value) for key, (value, _) in self._values.items()]
             self._values.clear()

@@ -41,11 +41,12 @@ from vllm_scope.request.resolved import (
 from vllm_scope.request.selectors import Word
 from vllm_scope.request.sites import STREAM, Phase, Place, Sites, kind_of
 
-#: The largest number of scores of one token that a policy can see. Scores of monitors do not count.
+#: The largest number of scores of one token that a policy can see. Monitors' scores are not
+#: counted.
 MAX_SEEN = 32
-#: If the linear probes at one `Place` have at most this many numbers, taps compute the numbers. For
-#: a tap, one number takes about as long as a copy of the row. If there are more numbers, the worker
-#: copies the rows, and one matrix product computes all numbers.
+#: If the linear probes at one `Place` have at most this many numbers, taps compute the numbers. A
+#: tap needs about the same time to compute one number as to copy the row. If there are more
+#: numbers, taps copy the rows, and the worker computes all numbers with one matrix product.
 MOST_SCORED = 4
 
 
@@ -60,7 +61,7 @@ def resolve(
     lens: tuple[LensTopK, ...] = (),
     moments: tuple[Moments, ...] = (),
 ) -> Resolved:
-    """Resolve actions for one engine. Raises the errors of `Spec.resolve`."""
+    """Resolve actions for one engine. Raises the same errors as `Spec.resolve`."""
     found = tuple(
         ResolvedRead(
             sites.find(read.site, read.layer_numbers, f"reads[{i}]"),
@@ -145,7 +146,8 @@ def _bank(place: Place, after: str | None, nets: Sequence[Net]) -> Bank:
     """The bank of the nets at one `Place` and of one stage."""
     num_values = sum(net.num_values for net in nets)
     linear = all(len(net.layers) == 1 for net in nets)
-    # At other sites, a tensor-parallel rank can have only a part of each row.
+    # Taps compute scores only on the residual stream. At other sites, a tensor-parallel rank can
+    # have only a part of each row.
     few = linear and num_values <= MOST_SCORED and kind_of(place.boundary) == STREAM
     kind = Scored if few else Bank
     return kind.of((net.digest for net in nets), num_values, place.group, after)
@@ -163,8 +165,8 @@ def _place_of(one: Features, sites: Sites, where: str) -> Place:
 
 
 def _net_of_features(one: Features, sites: Sites, where: str) -> list[tuple[Place, Net]]:
-    """(Place, Net) of features whose rows the request has sent. The net computes the features'
-    pre-activations. Empty for a HeldSae."""
+    """The `Place` and the net for features whose encoder rows the request has sent. The net
+    computes the features' pre-activations. For a HeldSae, the list is empty."""
     place = _place_of(one, sites, where)
     if not isinstance(one.sae, EncoderRows):
         return []
@@ -177,7 +179,8 @@ def _resolved_features(one: Features, cells: tuple[Cell, ...], sites: Sites) -> 
             one.name, one.tokens, cells, None, one.indices, one.sae.threshold, one.threshold, one.to
         )
     place = _place_of(one, sites, "features")
-    # A TopK SAE has k active features. `indices` are picked from all k active features.
+    # A TopK SAE has k active features for each row. All k are computed, and then the features in
+    # `indices` are selected.
     count = min(one.top_k or one.sae.num_features, one.sae.k or one.sae.num_features)
     bank = Strongest.of_sae(one.sae.name, count, place.group)
     return ResolvedFeatures(
@@ -188,7 +191,7 @@ def _resolved_features(one: Features, cells: tuple[Cell, ...], sites: Sites) -> 
 
 def _resolved_lenses(lens: tuple[LensTopK, ...], sites: Sites) -> Iterator[ResolvedFeatures]:
     """One ResolvedFeatures for each layer of each LensTopK. ResolvedFeatures of the same lens and
-    `Place` share a head. The head makes as many tokens as the largest top_k."""
+    `Place` share a head. The head computes as many tokens as the largest top_k of these actions."""
     places = [
         sites.find(x.site, x.layer_numbers, f"lens[{i}]", x.embedding) for i, x in enumerate(lens)
     ]
@@ -240,7 +243,7 @@ def _nets_of(
 def _encoding(read: Read, sites: Sites, where: str) -> Encoding | None:
     if read.codec is None:
         return None
-    from vllm_scope.codecs.packed import encoding_of  # this import needs torch
+    from vllm_scope.codecs.packed import encoding_of  # `codecs` imports torch
 
     return encoding_of(read.codec, sites.row_size(read.site), sites.dtype, where)
 

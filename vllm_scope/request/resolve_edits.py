@@ -48,7 +48,7 @@ def resolve_edits(
     """The resolved edits in their order, and the scores that taps write: gates' values and doses.
 
     Raises:
-        SpecError: as Spec.resolve.
+        SpecError: the same errors as Spec.resolve.
     """
     found: list[ResolvedEdit] = []
     told = _Telling()
@@ -77,12 +77,13 @@ def resolve_edits(
     return tuple(map(told.of, found)), told.scores()
 
 
-#: Selectors of edits whose gate can have a state. A state needs the scores of all generated tokens.
+#: An edit with one of these selectors can have a gate with a state. A state needs the scores of all
+#: generated tokens.
 _FROM_FIRST = (Word("all"), Word("generated"))
 
 
 def _of_dose(edit: ResolvedEdit) -> bytes:
-    """The key of an edit's dose. Equal edits have different keys."""
+    """The key of an edit's dose. Two equal edits of one spec have different keys."""
     return edit.digest + edit.number.to_bytes(2, "little")
 
 
@@ -90,13 +91,15 @@ class _Telling:
     """The numbers that taps write to the arena, by `Place`."""
 
     def __init__(self) -> None:
-        #: Name of a score -> (the `Place` where a tap writes it, digest of the number, tokens).
+        #: By the name of a score: the `Place` where a tap writes the score, the digest of the
+        #: number, and the tokens.
         self._named: dict[str, tuple[Place, bytes, Selector]] = {}
-        #: `Place` -> digest of each number that a tap writes at the `Place` -> index of the number.
+        #: By `Place`, and then by the digest of a number that a tap writes at this `Place`: the
+        #: index of the number.
         self._banks: dict[Place, dict[bytes, int]] = {}
         self._gates: dict[bytes, ResolvedGate] = {}
-        #: Digest of a gate with a state -> the `Place` of its first edit, where a tap writes the
-        #: value.
+        #: By the digest of a gate with a state: the `Place` of the gate's first edit, where a tap
+        #: writes the gate's value.
         self._firsts: dict[bytes, Place] = {}
 
     def add_gate(self, name: str, gate: ResolvedGate, edited: Place, tokens: Selector) -> None:
@@ -117,7 +120,8 @@ class _Telling:
         some.setdefault(digest, len(some))
 
     def _at(self, place: Place, digest: bytes) -> ToldAt | None:
-        """Where a tap writes a number. None if no tap writes it. Call this after the last `add`."""
+        """The place where a tap writes a number, or None if no tap writes the number. Call this
+        method after the last call of `add`."""
         index = self._banks.get(place, {}).get(digest)
         return None if index is None else (place, self._told[place], index)
 
@@ -171,7 +175,7 @@ def check_order(gate: ResolvedGate, edited: Place, where: str) -> None:
 
 
 def check_stages(asked: Resolved, num_stages: int) -> None:
-    """Raises SpecError if another pipeline stage would need a gate's value."""
+    """Raises SpecError if a pipeline stage could need a gate's value from another stage."""
     apart = [e for e in asked.edits if e.gate is not None and e.gate.place != e.stream]
     states = [e for e in apart if e.gate is not None and e.gate.state is not None]
     if states and num_stages > 1:
@@ -189,7 +193,7 @@ def check_stages(asked: Resolved, num_stages: int) -> None:
 
 def _on_stream(place: Place) -> tuple[int, int]:
     """The order of a `Place` in a forward: (boundary of the stream, group). A site inside a layer
-    has the number of the boundary before the site, and comes after that boundary."""
+    has the number of the boundary before the site, and group 1."""
     if place.site in INNER_SITES:
         late = ("mlp_in", "mlp_out", MLP_SITE, ROUTER_SITE)
         return 2 * place.layer + (place.site in late), 1
@@ -246,7 +250,8 @@ def _resolve_features(
 
 
 def _within(tokens: Selector, tier: str | None) -> Selector | None:
-    """The selector of those tokens that belong to the tier. None if no token can be selected."""
+    """The selector of those tokens in `tokens` that belong to the tier. Returns None if no token
+    can be selected."""
     if tier is None:
         return tokens
     word = Word(tier)
@@ -254,7 +259,7 @@ def _within(tokens: Selector, tier: str | None) -> Selector | None:
         return word
     if any(tokens == Word(other) for other in TIERS):
         return None
-    (other,) = set(TIERS) - {tier}  # every token is of one tier
+    (other,) = set(TIERS) - {tier}  # every token belongs to one of two tiers
     return Except(tokens, Word(other))
 
 
@@ -280,7 +285,7 @@ def module_rows(
     layers = action.layer_numbers
     places = [p for p in vectors if layers is None or (p[0] == action.site and p[1] in layers)]
     if isinstance(action, Probe):
-        # A probe has one weight for all tokens.
+        # A probe has one weight for all tokens, and therefore uses no vector of a tier.
         places = [place for place in places if len(place) == 2]
     if layers is not None and not {place[1] for place in places} >= set(layers):
         has = ", ".join(" ".join(map(str, place)) for place in sorted(vectors))

@@ -1,4 +1,4 @@
-"""A resolved spec: streams, vectors and encodings of a spec on one engine.
+"""A resolved spec: the streams, vectors and encodings of a spec on one engine.
 
 Owns:  Resolved, and the classes of its parts.
 Runs:  in the front-end and in EngineCore, which make a Resolved (resolve), and in workers, which
@@ -28,14 +28,14 @@ from vllm_scope.request.selectors import ITEM_BYTES, Ids, Selector, Word, items_
 from vllm_scope.request.sites import Phase, Place
 from vllm_scope.vectors.module import VectorKey
 
-#: Measured bytes of one action at one stream, and of each further stream of a read. The compiled
-#: and cached data of the action is included.
+#: The measured memory of one action at one stream, and of each further stream of a read, in bytes.
+#: The compiled and cached data of the action is included in these numbers.
 _ACTION_BYTES, _STREAM_BYTES = 1536, 128
 #: The largest number of layers of all edits of one request together. The operations of the request
 #: have the same limit (program.compiled).
 MAX_EDITED = 1 << 13
-#: Vectors of a steering module. The vector of a key (site, layer) applies to every token. The
-#: vector of a key (site, layer, tier) applies to the tokens of the tier.
+#: The vectors of a steering module. A vector with the key (site, layer) applies to every token. A
+#: vector with the key (site, layer, tier) applies to the tokens of the tier.
 Vectors = Mapping[VectorKey, Array]
 
 
@@ -45,21 +45,21 @@ def lens_label(name: str, layer: int) -> str:
 
 
 def _fields_alone(self: ResolvedEdit | Resolved) -> dict[str, object]:
-    """The state for pickle: the fields, without cached properties."""
+    """The state that pickle stores: the fields, without cached properties."""
     return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 @dataclass(frozen=True)
 class ResolvedRead:
-    """One read, at its streams."""
+    """A read on one engine, with the streams whose rows the read returns."""
 
     streams: tuple[Place, ...]
     tokens: Selector
     when: Phase = "after"
     to: str = MEMORY
-    #: The request's tag and name at its destination.
+    #: The tag and the name of the request at the destination `to`.
     called: tuple[str | None, str | None] = (None, None)
-    #: None if the rows are not encoded.
+    #: The encoding of the rows, or None if the rows are not encoded.
     encoding: Encoding | None = None
 
 
@@ -68,8 +68,8 @@ class Cell:
     """A probe at one layer.
 
     Attributes:
-        bank: the bank of all probes of the request at this `Place`, in the same stage.
-        net: None for the value of a gate, for the dose of an edit, and for a Strongest.
+        bank: the bank of all the request's probes of the same stage at this `Place`.
+        net: the probe's net. A gate's value, an edit's dose and a Strongest have no net (None).
         first: index of this probe's first number among the bank's numbers.
     """
 
@@ -81,14 +81,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class ResolvedProbe:
-    """One probe. The numbers of its cells are added. The score is computed from the sums.
+    """A probe on one engine. The score is computed from the sums of the numbers of the probe's
+    cells.
 
     Attributes:
-        cells: one for each layer.
-        pools: True for an AttentionPool.
-        bias, activation, aggregate, threshold, after: as in Probe.
+        cells: one cell for each layer.
+        pools: True if the probe's weight is an AttentionPool.
+        bias, activation, aggregate, threshold, after: the same as in Probe.
         stops: True if a verdict ends the request.
-        step_tokens: as in Sites.
+        step_tokens: the same number as `Sites.step_tokens`.
     """
 
     name: str
@@ -105,7 +106,7 @@ class ResolvedProbe:
     step_tokens: int = 1
 
     def begins(self, verdict: int, num_prompt: int) -> int:
-        """The first position that a probe with `after` scores (request.cascade).
+        """The first position that a probe with `after` scores (see request.cascade).
 
         Args:
             verdict: the position of the verdict of the probe's first stage.
@@ -131,12 +132,14 @@ class ResolvedFeatures:
     Attributes:
         cells: one cell. If the cell has no net, its bank is a Strongest (for a lens, a Likeliest).
             If the cell has a net, the net computes the pre-activations of `indices`.
-        num_features: number of features of the SAE. None if the number is not known.
-        indices: the features that the caller wants. None: all features of the bank.
+        num_features: number of features of the SAE, or None if the number is not known.
+        indices: the features that the caller wants. If `indices` is None, the caller wants all
+            features of the bank.
         thresholds: if the cell has a net, the SAE's own thresholds, [num_indices].
-        threshold: values below this number are left out. None: no value is left out.
-        lens: (name, index in the spec) of the LensTopK. None for features of an SAE.
-        top_k: for a lens, the caller's number of tokens. The bank can make more tokens.
+        threshold: values below this number are left out. Without a threshold, no value is left out.
+        lens: (name, index in the spec) of the LensTopK. For features of an SAE, `lens` is None.
+        top_k: for a lens, the caller's number of tokens. The bank can compute more than `top_k`
+            tokens.
     """
 
     name: str
@@ -149,7 +152,7 @@ class ResolvedFeatures:
     to: str = MEMORY
     lens: tuple[str, int] | None = None
     top_k: int | None = None
-    #: As in Probe.
+    #: Always None, because features are never in a later stage of a cascade.
     after: ClassVar[None] = None
 
     @property
@@ -164,8 +167,8 @@ class ResolvedFeatures:
 
     @property
     def whole_sae(self) -> str | None:
-        """The name of the SAE if the strongest of all its features arrive. None if `indices` or a
-        `threshold` leaves features out. Empty for a lens."""
+        """The name of the SAE if the strongest of all its features arrive. Returns None if
+        `indices` or a `threshold` leaves features out. For a lens, returns an empty string."""
         (cell,) = self.cells
         chosen = self.indices is not None or self.threshold is not None
         return cell.bank.sae if isinstance(cell.bank, Strongest) and not chosen else None
@@ -173,7 +176,7 @@ class ResolvedFeatures:
 
 @dataclass(frozen=True)
 class ResolvedMoments:
-    """Sums to which rows are added. Attributes are as in Moments."""
+    """The sums to which a Moments adds rows. The attributes have the same meaning as in Moments."""
 
     name: str
     streams: tuple[Place, ...]
@@ -185,11 +188,12 @@ class ResolvedMoments:
 
 @dataclass(frozen=True)
 class ResolvedGate:
-    """The condition of an edit. Attributes that are not listed here are as in Gate.
+    """The condition of an edit. Attributes without a text below have the same meaning as in Gate.
 
     Attributes:
-        place: where the row is read.
-        told: (`Place`, bank, index in the bank) of the gate's value. None: not delivered.
+        place: the `Place` whose row the gate gets.
+        told: where a tap writes the gate's value, as (`Place`, bank, index in the bank). If the
+            value is not delivered, `told` is None.
     """
 
     place: Place
@@ -206,36 +210,38 @@ class ResolvedGate:
 
     @cached_property
     def digest(self) -> bytes:
-        """Digest of the computation of the gate."""
+        """A digest of the gate's computation."""
         told: tuple[object, ...]
         told = self.kind, self.threshold, self.sharpness, self.bias, self.above, self.place
         told += () if self.state is None else (self.state,)
         return hashlib.blake2b(repr(told).encode() + self.vector.digest, digest_size=16).digest()
 
 
-#: (place, bank, index of the number in the bank)
+#: Where a tap writes a number: (`Place`, bank, index of the number in the bank).
 ToldAt = tuple[Place, Told, int]
 
 
 @dataclass(frozen=True)
 class ResolvedEdit:
-    """One edit of one stream.
+    """An edit of one stream.
 
     Attributes:
         kind: add, ablate, clamp, replace, set_feature or scale_feature.
-        values: [width of a row]. For replace: [num_positions, width]. For set_feature and
-            scale_feature: the decoder's rows, [num_features, width].
-        numbers: (scale,) for add. (lo, hi, strength) for clamp, where lo or hi is infinite if there
-            is no such bound. For features: (bias, threshold, a, d, active) of each feature, as in
-            actions.features.
-        reads: for features, the encoder's rows.
+        values: the vector of the edit, [width of a row]. For replace, the given rows,
+            [num_positions, width of a row]. For set_feature and scale_feature, the decoder's rows,
+            [num_features, width of a row].
+        numbers: for add, (scale,). For clamp, (lo, hi, strength), where lo or hi is infinite if
+            there is no such bound. For set_feature and scale_feature, (bias, threshold, a, d,
+            active) for each feature, as in actions.features.
+        reads: for set_feature and scale_feature, the encoder's rows.
         name: the name by which a policy sets the scale of an add, or None.
         positions: for replace, one position for each row, in the caller's order.
-        norm_match: for add, as in Add.
-        limit: for add, the upper bound of `||change|| / ||x||`. None: no bound.
+        norm_match: for add, the same as in Add.
+        limit: for add, the upper bound of `||change|| / ||x||`, or None for no bound.
         number: index of the edit in its spec, for error messages.
         gate: the edit's condition, or None.
-        dose: where taps write the edit's `||change|| / ||x||`. None if the dose is not delivered.
+        dose: where a tap writes the edit's dose, in the form of `ResolvedGate.told`. If the dose is
+            not delivered, `dose` is None.
     """
 
     kind: str
@@ -256,7 +262,7 @@ class ResolvedEdit:
 
     @cached_property
     def digest(self) -> bytes:
-        """Digest of the edit's effect on a row. The edit's tokens are not in the digest."""
+        """A digest of the edit's effect on a row. The edit's tokens are not part of the digest."""
         gate = None if self.gate is None else self.gate.digest
         reads = None if self.reads is None else self.reads.digest
         head = repr(
@@ -268,8 +274,8 @@ class ResolvedEdit:
     def stateless(self) -> ResolvedEdit | None:
         """The edit for tokens of the prompt: the same edit with a gate that has no state. None if
         the edit is the same for all tokens."""
-        # The result is None and not `self`. An edit that caches itself would stay in memory, with
-        # its vectors, until Python collects cycles.
+        # This method returns None, and not `self`, if the edit is the same for all tokens. An edit
+        # that caches itself would stay in memory, with its vectors, until Python collects cycles.
         if self.gate is None or self.gate.state is None:
             return None
         return replace(self, gate=replace(self.gate, state=None))
@@ -291,12 +297,12 @@ class Resolved:
     @cached_property
     def shared(self) -> dict[Hashable, Any]:
         """A cache for other modules. The values in the cache must not depend on the edits' layers,
-        vectors and numbers. Specs of one outline (request.outline) have the same dict."""
+        vectors and numbers. Specs of one outline (request.outline) share one dict."""
         return {}
 
     @cached_property
     def banked(self) -> tuple[ResolvedProbe | ResolvedFeatures, ...]:
-        """The probes and features. Banks compute their numbers."""
+        """The probes and features, whose numbers banks compute."""
         return (*self.probes, *self.features)
 
     @cached_property
@@ -328,8 +334,8 @@ class Resolved:
     def joined(
         self, edits: tuple[ResolvedEdit, ...] = (), reads: tuple[ResolvedRead, ...] = ()
     ) -> Resolved:
-        """This spec, with `edits` (the server's edits) before its own edits, and `reads` (of global
-        sinks) after its own reads.
+        """This spec, with `edits` (the server's edits) before this spec's edits, and `reads` (the
+        reads of global sinks) after this spec's reads.
 
         If the arguments are the same objects as in the last call, returns the same object, because
         compiled programs are cached on the result.
@@ -347,8 +353,8 @@ class Resolved:
         return found
 
     def ids_of(self, prompt_ids: Sequence[int]) -> Ids:
-        """A prompt's ids for `select`. If all selectors are uniform, returns `prompt_ids` itself.
-        Otherwise returns an array."""
+        """The token ids of a prompt, in the form that `select` needs. If all selectors are uniform,
+        returns `prompt_ids` itself. Otherwise returns an array."""
         return prompt_ids if self.uniform else np.asarray(prompt_ids, np.int64)
 
     @cached_property
@@ -386,9 +392,9 @@ class Resolved:
     @cached_property
     def scores_alone(self) -> bytes | None:
         """A digest of the probes and features, if workers can store the scores with KV blocks.
-        Otherwise None. Each probe and each features action must select all tokens and deliver to
-        memory. The request must not have a read or Moments. Later stages of cascades do not score
-        prompt tokens, and are left out."""
+        Otherwise None. Workers can store the scores only if each probe and each features action
+        selects all tokens and delivers to memory, and the request has no read and no Moments. Later
+        stages of cascades are ignored, because later stages do not score prompt tokens."""
         always = self._always
         alike = all(p.tokens == Word("all") and p.to == MEMORY for p in always)
         if self.reads or self.moments or not always or not alike:
@@ -398,7 +404,8 @@ class Resolved:
 
     @cached_property
     def score_bytes(self) -> int:
-        """Bytes of all scores of one token, in whole slots, without later stages."""
+        """The bytes of all scores of one token, in whole slots. Later stages of cascades are not
+        included."""
         cells = {(c.place, c.bank.text): c.bank for p in self._always for c in p.cells}
         # A slot of the arena has 16 bytes (program.layout).
         return sum(-(-bank.row_bytes // 16) * 16 for bank in cells.values())
@@ -416,14 +423,14 @@ class Resolved:
 
     @cached_property
     def firsts(self) -> frozenset[str]:
-        """The names of the first stages: other probes wait for the verdicts of these probes."""
+        """The names of the first stages, for whose verdicts other probes wait."""
         return frozenset(probe.after for probe in self.probes if probe.after is not None)
 
     @cached_property
     def watched(self) -> tuple[ResolvedProbe, ...]:
-        """The probes whose scores the worker reads while the request runs. These are the probes
-        that can end the request, and first stages. If there is a policy, probes with tokens "all",
-        "prompt" or "generated" are watched too."""
+        """The probes whose scores the worker reads while the request runs. The result has the
+        probes that can end the request, and the first stages. If there is a policy, probes with
+        tokens "all", "prompt" or "generated" are also in the result."""
         policy, firsts = self.policy is not None, self.firsts
         return tuple(
             one for one in self.probes
@@ -432,19 +439,20 @@ class Resolved:
 
     @cached_property
     def scaled(self) -> frozenset[str]:
-        """The names of edits whose scale the policy can set. Empty if there is no policy."""
+        """The names of edits whose scale the policy can set. Without a policy, the set is empty."""
         names = (edit.name for edit in self.edits) if self.policy is not None else ()
         return frozenset(name for name in names if name is not None)
 
     def rescaled(self, scales: Mapping[str, float]) -> Resolved:
-        """This spec with other scales of named edits. `scales`: name of an edit -> new scale."""
+        """This spec with other scales of named edits. `scales` has the new scales by the names of
+        the edits."""
         new = ((edit, None if edit.name is None else scales.get(edit.name)) for edit in self.edits)
         edits = (edit if x is None else replace(edit, numbers=(x,)) for edit, x in new)
         return replace(self, edits=tuple(edits))
 
     @cached_property
     def banks(self) -> dict[Bank, tuple[Net, ...]]:
-        """Bank -> its nets, in the order in which the bank has their numbers."""
+        """The nets of each bank, in the order of the numbers that the bank computes."""
         found: dict[Bank, dict[int, Net]] = {}
         for cell in (cell for one in self.banked for cell in one.cells):
             if cell.net is not None:
@@ -456,7 +464,7 @@ class Resolved:
         compute. Calls with equal arguments return the same object.
 
         Args:
-            here: the boundaries whose banks the caller wants. None: all boundaries.
+            here: the boundaries whose banks the caller wants. None stands for all boundaries.
         """
         known: dict[object, dict[Bank, tuple[Net, ...]]] = self.__dict__.setdefault("_banks", {})
         if here not in known:
@@ -485,5 +493,5 @@ class Resolved:
         return known[to]
 
 
-#: For a request without a spec.
+#: The Resolved of a request without a spec.
 NOTHING = Resolved()

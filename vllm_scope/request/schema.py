@@ -2,11 +2,11 @@
 
 Owns:  `spec_schema`.
 Runs:  in every process. No torch.
-From:  the classes, limits and words that the parser uses.
+From:  the parser's classes, limits and words.
 
-Promise: a spec that `scope(...)` makes is valid. If the parser refuses a spec because of its form,
-the spec is invalid by the schema. The form is wrong if a value has a wrong type, a field or word is
-unknown, a field is missing, or a list has too many or too few items.
+Promise: a spec that `scope(...)` makes is valid. If the parser refuses a spec because of the spec's
+form, the spec is also invalid by the schema. The form is wrong if a value has a wrong type, a field
+or word is unknown, a field is missing, or a list has too many or too few items.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ _LAYER = {"type": "integer", "minimum": 0, "maximum": MAX_LAYER - 1}
 
 
 def _said(cls: type[Any], schema: Schema) -> Schema:
-    """The schema, with the first line of the class's docstring as its description."""
+    """The schema, with the first line of the class's docstring as the schema's description."""
     return {"description": (cls.__doc__ or "").partition("\n")[0], **schema}
 
 
@@ -116,7 +116,7 @@ def _array(least: int, most: int) -> Schema:
 
 
 def _definitions() -> Schema:
-    """Name -> a schema that several fields use."""
+    """The schemas that several fields use, by name."""
     end, codecs = _any(_whole(), _NULL), []
     for name, options in READ_CODECS.items():
         given: Schema = {option: {"type": "integer"} for option in options}
@@ -187,7 +187,7 @@ def _state(kind: str, cls: Any) -> Schema:
 
 
 def _of_probes() -> Schema:
-    """Name -> a schema for weights or aggregates of probes."""
+    """The schemas of the weights and aggregates of probes, by name."""
     both = {"query": _array(1, 2), "value": _array(1, 2)}
     layers = _list(_tuple(_array(2, 2), _array(1, 1)), MAX_HIDDEN_LAYERS + 1, 2)
     decay = _OF_STATES["decay"]
@@ -209,12 +209,12 @@ def _of_probes() -> Schema:
     }
 
 
-#: Field of a state -> its schema, if the field's annotation does not define the allowed values.
+#: The schemas of those fields of states whose annotation does not define the allowed values.
 _OF_STATES: dict[str, Schema] = {
     "decay": {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
     "most_sum": _any(_NULL, _NUMBER | {"minimum": 0}),
 }
-#: Field of an action -> its schema, if the field's annotation does not define the allowed values.
+#: The schemas of those fields of actions whose annotation does not define the allowed values.
 _FIELDS = {
     "tokens": _ref("tokens"),
     "layers": _ref("layers"),
@@ -242,7 +242,7 @@ _FIELDS = {
 
 
 def _of_type(hint: Any) -> Schema:
-    if get_origin(hint) in (UnionType, Union):  # a Literal with None is a Union
+    if get_origin(hint) in (UnionType, Union):  # `Literal[...] | None` is a Union
         return _any(*map(_of_type, get_args(hint)))
     if get_origin(hint) is Literal:
         return {"enum": list(get_args(hint))}
@@ -262,7 +262,7 @@ def _action(cls: Any) -> Schema:
         required.append("kind")
     for each in fields(cls):
         name = each.name
-        if not each.init or name == "layer":  # JSON has only `layers`
+        if not each.init or name == "layer":  # the JSON form has the field `layers` only
             continue
         if name == "site":
             sites = _sites_of(cls)
@@ -304,11 +304,11 @@ def _layers_of(cls: Any) -> Schema:
 
 
 def spec_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a spec, the text in `extra_args["scope"]`.
+    """The JSON Schema (draft 2020-12) of a spec, which is the text in `extra_args["scope"]`.
 
     The schema does not contain an engine's layers, sites and modules. The schema does not compare
     two fields, such as `lo` with `hi`, or a probe's weights with its layers. The parser makes these
-    checks too. Therefore the parser can refuse a spec that the schema accepts.
+    comparisons. Therefore the parser can refuse a spec that the schema accepts.
     """
     items = {
         "reads": _ref("read"), "probes": _ref("probe"), "edits": _any(*map(_ref, EDITS)),

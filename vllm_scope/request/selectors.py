@@ -16,12 +16,13 @@ A selector has one of these forms:
     a - b              Except(a, b), if a or b is a selector object
 
 Owns:  the selectors, their parsing and JSON, and `select`.
-Runs:  in every process. numpy, no torch.
+Runs:  in every process, with numpy and without torch.
 
 Promise: `select` returns two masks, `certain` and `possible`. While the worker processes a token,
-the worker does not always know whether the token is selected. The final length is not known, and
-a sampled id can still be on the device. The worker reads the tokens that are possible. After the
-request has ended, both masks are equal, and the front-end keeps the tokens that are certain.
+the worker does not always know whether the token is selected, because the final length is not
+known, and a sampled id can still be on the device. The worker reads the rows of all tokens that are
+possible. After the request has ended, both masks are equal, and the front-end keeps only the rows
+of tokens that are certain.
 """
 
 from __future__ import annotations
@@ -39,20 +40,23 @@ from vllm_scope.errors import SpecError, shown
 
 MAX_ITEMS = 65_536
 MAX_DEPTH = 8
-#: The largest number of parts of one selector, and of all distinct selectors of a request. In
-#: EngineCore and in the workers, one part takes 5 us for each step. If a request has edits, one
-#: part also takes 5 us for each KV block. The second number is 256 + 32: each of 256 edits and 32
-#: reads can have a different selector.
+#: The largest number of parts of one selector, and the largest number for all distinct selectors of
+#: a request together. In EngineCore and in the workers, the evaluation of one part takes 5 us in
+#: each step. If a request has edits, the evaluation of one part also takes 5 us for each KV block.
+#: The second number is 256 + 32, because each of 256 edits and 32 reads can have a different
+#: selector.
 MAX_PARTS, MAX_PARTS_IN_ALL = 64, 288
 WORDS = ("all", "prompt", "generated", "last_prompt", "last")
-#: Token ids of a prompt. Each use of a list converts it to int64 [n], in 40 ns for each token.
+#: The token ids of a prompt. Each use of a list converts the list to int64 [n], which takes 40 ns
+#: for each token.
 Ids = Sequence[int] | NDArray[np.int64]
-#: Bytes of one position or id in a selector: the Python int, and the element of the array.
+#: The number of bytes of one position or id in a selector, for the Python int and for the element
+#: of the array.
 ITEM_BYTES = 96
-#: Measured bytes of one part of a selector, without the part's items. The bytes of a Union or
-#: Except are divided among its parts, and included.
+#: The measured number of bytes of one part of a selector, without the part's items. The bytes of a
+#: Union or Except are divided among the parts of the selector, and included in this number.
 _PART_BYTES = 512
-#: Larger than any position, and exact in int64.
+#: A number that is larger than any position, and that int64 can represent.
 FAR = 1 << 40
 
 
@@ -61,10 +65,11 @@ class Tokens:
     """The known facts about some tokens of one request.
 
     Attributes:
-        positions: int64 [n], ascending, distinct. Each is an index into prompt + generated tokens.
+        positions: int64 [n], ascending, distinct. Each position is an index into prompt + generated
+            tokens.
         num_prompt: length of the prompt.
         ids: int64 [n], the token id at each position. -1 if the id is not known yet.
-        num_processed: number of all processed positions. None while the request runs.
+        num_processed: number of all processed positions, or None while the request runs.
     """
 
     positions: NDArray[np.int64]
@@ -74,7 +79,7 @@ class Tokens:
 
     @staticmethod
     def running(positions: NDArray[np.int64], num_prompt: int, prompt_ids: Ids) -> Tokens:
-        """Tokens of a running request. The ids of generated tokens are not known."""
+        """The Tokens of a running request, in which the ids of generated tokens are not known."""
         ids = np.full(positions.shape, -1, np.int64)
         in_prompt = positions < num_prompt
         ids[in_prompt] = np.asarray(prompt_ids, np.int64)[positions[in_prompt]]
@@ -90,11 +95,11 @@ class Masks:
 
 
 class Selector:
-    """Base of all selectors. Selectors are frozen, comparable and hashable."""
+    """The base class of all selectors. Selectors are frozen, comparable and hashable."""
 
     #: The selectors of which this selector consists.
     parts: tuple[Selector, ...] = ()
-    #: numpy then calls the methods below for `array | selector` and `array - selector`.
+    #: None makes numpy call the methods below for `array | selector` and `array - selector`.
     __array_ufunc__ = None
 
     def __or__(self, other: object) -> Union:
@@ -120,7 +125,7 @@ class Selector:
         return any(part.sees_ids for part in self.parts)
 
     def picks_phase(self, generated: bool) -> bool:
-        """For a uniform selector only. True if the selector selects the tokens of this phase."""
+        """True if the selector selects the tokens of this phase. The selector must be uniform."""
         raise NotImplementedError
 
     def select(self, tokens: Tokens) -> Masks:
@@ -134,8 +139,8 @@ class Selector:
         positions = np.arange(num_prompt, dtype=np.int64)
         possible = self.select(Tokens.running(positions, num_prompt, prompt_ids)).possible
         hits = np.flatnonzero(possible)
-        # A prefix-cache hit ends within the prompt. Therefore the first generated position is as
-        # good a bound as any later position.
+        # A hit in the prefix cache contains only tokens of the prompt. Therefore the first
+        # generated position is as good a bound as any later position.
         return int(hits[0]) if hits.size else num_prompt
 
     def check(self, num_prompt: int, max_position: int, where: str) -> None:
@@ -149,8 +154,8 @@ class Selector:
         """Raise SpecError if a token can be processed before `select` can decide whether the token
         is selected.
 
-        This check is for edits: an edit applies when the token is processed. Reads do not need the
-        check, because the front-end can drop rows later.
+        This check is for edits, because an edit applies when the token is processed. Reads do not
+        need this check, because the front-end can drop rows later.
         """
         if self.uniform:
             return
@@ -166,7 +171,7 @@ class Selector:
 
 
 def _in(numbers: NDArray[np.int64], ascending: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Mask of the numbers that are in `ascending`. For few numbers, this is faster than np.isin."""
+    """Mask of the numbers in `ascending`. For few numbers, this code is faster than np.isin."""
     at = np.minimum(np.searchsorted(ascending, numbers), len(ascending) - 1)
     found: NDArray[np.bool_] = ascending[at] == numbers
     return found
@@ -217,13 +222,13 @@ class Positions(Selector):
     """A list of absolute positions. Negative positions count from the prompt's end.
 
     Attributes:
-        positions: ascending, distinct.
+        positions: the distinct positions, ascending.
     """
 
     positions: tuple[int, ...]
 
     def __init__(self, *positions: object) -> None:
-        """Accepts whole numbers, or one list, range or array of whole numbers."""
+        """Make a selector from whole numbers, or from one list, range or array of whole numbers."""
         one = as_numbers(positions[0]) if len(positions) == 1 else positions
         found = tuple(as_numbers(one)) if isinstance(one, list | tuple) else (one,)
         _check_ints(found, "Positions")
@@ -312,11 +317,12 @@ class TokenIds(Selector):
 
 @dataclass(frozen=True)
 class Union(Selector):
-    """The tokens that at least one of the selectors selects; `a | b`.
+    """The tokens that at least one of several selectors selects, also written as `a | b`.
 
     Attributes:
-        parts: the merged selectors. No part is a Union. At most one part is a Positions, and at
-            most one is a TokenIds. These have all positions and ids.
+        parts: the merged selectors. No part is a Union. At most one part is a Positions, which has
+            the positions of all merged Positions. At most one part is a TokenIds, which has the ids
+            of all merged TokenIds.
     """
 
     parts: tuple[Selector, ...]
@@ -345,7 +351,7 @@ class Union(Selector):
 
 @dataclass(frozen=True)
 class Except(Selector):
-    """The tokens that `base` selects and `without` does not select; `a - b`."""
+    """The tokens that `base` selects and `without` does not select; also `base - without`."""
 
     base: Selector
     without: Selector
@@ -371,7 +377,7 @@ class Except(Selector):
 
 
 def _merged(parts: list[Selector]) -> tuple[Selector, ...]:
-    """The parts, merged into few parts, because each part takes time at every step."""
+    """The parts of a Union, merged into fewer parts, because each part takes time at every step."""
     flat = [one for part in parts for one in (part.parts if isinstance(part, Union) else [part])]
     positions = [p for one in flat if isinstance(one, Positions) for p in one.positions]
     ids = {i for one in flat if isinstance(one, TokenIds) for i in one.ids}
@@ -427,8 +433,8 @@ def check_size(selector: Selector, where: str) -> None:
 def check_sizes(selectors: Iterable[Selector]) -> None:
     """Raise SpecError if the selectors of one request have too many parts together.
 
-    Equal selectors are evaluated one time, and therefore count one time. A single word takes almost
-    no time and does not count.
+    Equal selectors are evaluated only one time, and therefore only one of them counts. A single
+    word takes almost no time and does not count.
     """
     distinct = [one for one in dict.fromkeys(selectors) if not isinstance(one, Word)]
     count = sum(len(_leaves(one)) for one in distinct)
@@ -447,7 +453,7 @@ def _check_ints(items: tuple[Any, ...], where: str, least: int = 1 - FAR) -> Non
         raise SpecError(f"{where} has {len(items):,} items; at most {MAX_ITEMS:,}.")
     if set(map(type, items)) == {int} and least <= min(items) and max(items) < FAR:
         return
-    for item in items:  # find the wrong item, for the error text
+    for item in items:  # find the wrong item, which the error text names
         if isinstance(item, bool) or not isinstance(item, int) or abs(item) >= FAR:
             raise SpecError(f"{where} has {shown(item)}; it holds whole numbers.")
         if item < least:
@@ -466,7 +472,7 @@ def _parse_slice(parts: object, where: str) -> Span:
 
 
 def as_numbers(value: object) -> Any:
-    """Convert a range, numpy or torch to Python ints. Other values are returned as they are."""
+    """Convert a range, numpy array or torch tensor to ints, and return other values unchanged."""
     if isinstance(value, range | tuple | list):
         return [as_numbers(item) if hasattr(item, "tolist") else item for item in value]
     return value.tolist() if hasattr(value, "tolist") else value
@@ -476,7 +482,8 @@ def parse_selector(value: object, where: str, depth: int = 0) -> Selector:
     """Parse a selector from its Python or JSON form.
 
     Raises:
-        SpecError: names `where`, the given value and the allowed values.
+        SpecError: `value` is not a selector. The text names `where`, the given value and the
+            allowed values.
     """
     if depth > MAX_DEPTH:
         raise SpecError(f"{where[:80]} is nested more than {MAX_DEPTH} deep.")

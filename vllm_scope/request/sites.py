@@ -3,18 +3,19 @@
 Owns:  the names of sites, `Sites` (the taps of one engine), boundaries and points.
 Runs:  in every process. No torch, no vLLM.
 
-A boundary is a number: it identifies a position in the model that can carry a tap. On the residual
-stream, boundary 2k is the entry of layer k and the exit of layer k - 1. Boundary 2k + 1 is between
-the attention and the MLP of layer k.
+A boundary is a number that stands for one location in the model that can carry a tap. On the
+residual stream, boundary 2k is the entry of layer k and the exit of layer k - 1. Boundary 2k + 1 is
+between the attention and the MLP of layer k.
 
-Two sites can share a boundary: `resid_post` of layer k - 1 and `resid_pre` of layer k. The edits of
-`resid_post` apply before the edits of `resid_pre`. Therefore the stream can be read at three points
-of a boundary. Level 0 is before all edits, level 1 is between the edits of the two sites, and
-level 2 is after all edits.
+Two sites can share a boundary, such as `resid_post` of layer k - 1 and `resid_pre` of layer k. The
+edits of `resid_post` apply before the edits of `resid_pre`. Therefore the stream can be read at
+three points of a shared boundary. At a shared boundary, level 0 is before all edits, level 1 is
+between the edits of the two sites, and level 2 is after all edits.
 
 Sites inside a layer (INNER_SITES) and `ln_final` are not on the stream. Each site has an index in
-KINDS. The site's boundary at layer k has the index in the upper bits, and k in the lower 16 bits.
-All rows of one kind have one width. Level 0 is before the site's edits, level 1 after the edits.
+KINDS. In the number of a site's boundary at layer k, the upper bits are the site's index in KINDS,
+and the lower 16 bits are k. All rows of one kind have the same width. At a boundary that is not on
+the stream, level 0 is before the site's edits, and level 1 is after the site's edits.
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ from typing import Any, Literal, NamedTuple
 
 from vllm_scope.errors import SpecError, shown
 
-#: Sites on the residual stream, with TransformerLens's names. All sites can be read and probed.
+#: The sites on the residual stream, with the names that TransformerLens uses. All sites can be read
+#: and probed.
 STREAM_SITES = ("embed", "resid_pre", "resid_mid", "resid_post")
-#: Sites whose rows can be the input of the model's final norm. (`embed` is `resid_pre` of layer 0.)
+#: The sites whose rows can be the input of the model's final norm. (`embed` is `resid_pre` of layer
+#: 0.)
 LENS_SITES = ("resid_pre", "resid_mid", "resid_post")
-#: Sites inside the attention.
+#: The sites inside the attention.
 ATTENTION_SITES = ("q", "k", "v", "z")
 #: The outputs of a layer's attention and MLP. The layer adds these outputs to the stream.
 BRANCH_SITES = ("attn_out", "mlp_out")
-#: Between the two projections of the MLP.
+#: The input of the MLP's second projection.
 MLP_SITE = "mlp_post"
-#: The output of the router's gate, in layers with experts.
+#: The router's logits for the experts, in layers that have experts.
 ROUTER_SITE = "router_logits"
 #: The inputs of a layer's attention and of its MLP, after their norms.
 BLOCK_SITES = ("attn_in", "mlp_in")
@@ -45,31 +48,33 @@ INNER_SITES = (*ATTENTION_SITES, *BRANCH_SITES, MLP_SITE, ROUTER_SITE, *BLOCK_SI
 #: The output of the norm after the last layer.
 FINAL_SITE = "ln_final"
 SITES = (*STREAM_SITES, *INNER_SITES, FINAL_SITE)
-#: Sites that a model has one time, and not in each layer. The `Place` of such a site has layer 0.
+#: The sites that a model has one time, and not in each layer. The `Place` of these sites has layer
+#: 0.
 MODEL_SITES = ("embed", FINAL_SITE)
-#: Sites that can be edited: all sites except ln_final.
+#: The sites that can be edited, which are all sites except ln_final.
 EDIT_SITES = tuple(site for site in SITES if site != FINAL_SITE)
 #: How an action names the embedding output. Errors about layers contain this text.
 EMBEDDING = "site='embed'"
-#: Name of a site in other tools that this package does not have -> how to get the values.
+#: The sites of other tools that this package does not have, and how to get their values.
 ELSEWHERE = {
     "pattern": "patterns follow from q and k, by vllm_scope.analysis.attention.attention_pattern",
-    "logits": "vLLM returns them itself: start it with logprobs_mode='raw_logits' and "
+    "logits": "vLLM itself returns logits: start vLLM with logprobs_mode='raw_logits' and "
     "max_logprobs=-1, and ask for logprobs=-1",
 }
-#: Name in other tools -> site.
+#: The names of some sites in other tools, with the site that each name stands for.
 ALIASES = {"pre_attn": "resid_pre", "post_attn": "resid_mid", "post_block": "resid_post"}
 
-#: A `Place` as callers write it: (site, layer). For MODEL_SITES the layer is 0.
+#: A `Place` in the form that callers write: (site, layer). For a site in MODEL_SITES, the layer is
+#: 0.
 SiteLayer = tuple[str, int]
-#: When a read takes its row: before or after the edits of its site.
+#: The time at which a read takes the row of its site: before or after the edits of this site.
 Phase = Literal["before", "after"]
 
 #: The largest number of layers of one action, and a number larger than any layer's number.
 MAX_LAYERS, MAX_LAYER = 4096, 1 << 31
-#: Number of points of one boundary.
+#: The number of points of one boundary.
 LEVELS = 3
-#: Site kinds. The index is part of the wire format: append only.
+#: The kinds of sites. A kind's index is part of the wire format. New kinds must be appended.
 KINDS = (
     "stream", *ATTENTION_SITES, *BRANCH_SITES, MLP_SITE, FINAL_SITE, ROUTER_SITE, *BLOCK_SITES
 )  # fmt: skip
@@ -87,7 +92,7 @@ def boundary_of_point(point: int) -> int:
 
 
 class Place(NamedTuple):
-    """A site at one layer. The rows of a `Place` are a stream. Equal to the pair (site, layer)."""
+    """A site at one layer. The rows of a `Place` are a stream. A `Place` equals (site, layer)."""
 
     site: str
     layer: int
@@ -100,7 +105,7 @@ class Place(NamedTuple):
 
     @property
     def group(self) -> int:
-        """1 for `resid_pre`, because its edits apply after `resid_post`'s. Otherwise 0."""
+        """1 for `resid_pre`, whose edits apply after the edits of `resid_post`. Otherwise 0."""
         return 1 if self.site == "resid_pre" else 0
 
     def point(self, phase: Phase = "after") -> int:
@@ -108,13 +113,13 @@ class Place(NamedTuple):
         return point_of(self.boundary, self.group + (1 if phase == "after" else 0))
 
 
-#: Site on the stream -> its boundary at layer 0.
+#: The boundary at layer 0 of each site on the stream.
 _ON_STREAM = {"embed": 0, "resid_pre": 0, "resid_mid": 1, "resid_post": 2}
 
 
 def place_at(boundary: int) -> Place:
-    """The `Place` of a boundary. Of two sites with one boundary, the site whose edits apply
-    first."""
+    """The `Place` of a boundary. If two sites share the boundary, the `Place` of the site whose
+    edits apply first."""
     kind, layer = divmod(boundary, _SPAN)
     if kind != STREAM:
         return Place(KINDS[kind], layer)
@@ -134,7 +139,7 @@ def kind_of_point(point: int) -> int:
 
 
 def canonical_site(site: object, where: str) -> str:
-    """The site of a name or an alias.
+    """The site that a name or an alias stands for.
 
     Raises:
         SpecError: `site` is not a string, or not the name of a site that a tap can read.
@@ -153,7 +158,8 @@ def canonical_site(site: object, where: str) -> str:
 
 
 def layer_of(site: object, layer: int | None) -> int:
-    """The layer of a stream that a caller reads from a result. 0 for a site without layers.
+    """The layer of a stream that a caller reads from a result. For a site without layers, returns
+    0.
 
     Raises:
         KeyError: the site has layers, and `layer` is None.
@@ -167,22 +173,23 @@ def layer_of(site: object, layer: int | None) -> int:
 
 
 def embedding_hint(way: str | None) -> str:
-    """The last sentence of an error about a layer. Empty if `way` is None."""
+    """The last sentence of an error about a layer. If `way` is None, returns an empty string."""
     return "" if way is None else f" For the embedding output use {way}."
 
 
 def parse_layers(
     layers: object, site: str, where: str, embedding: str | None = EMBEDDING
 ) -> tuple[int, ...] | None:
-    """The distinct layers in the caller's order. None means every tapped layer.
+    """The distinct layers in the caller's order, or None for every tapped layer.
 
     Args:
-        embedding: how the caller names the embedding output. None if the caller cannot name it.
+        embedding: the words by which a caller names the embedding output. None if the caller cannot
+            name the embedding output.
 
     Raises:
         SpecError: a wrong type, no layer, too many layers, or a layer that is out of range.
     """
-    if hasattr(layers, "tolist"):  # an array of numpy or torch
+    if hasattr(layers, "tolist"):  # a numpy array or a torch tensor
         layers = layers.tolist()
     if site in MODEL_SITES:
         one = list(layers) if isinstance(layers, list | tuple) else [layers]
@@ -223,9 +230,9 @@ class Heads:
 
     Attributes:
         num_heads: number of query heads.
-        num_kv_heads: number of key heads, and of value heads.
-        head_size: number of elements of a query, and of a key.
-        head_size_v: number of elements of a value, and of one head's output.
+        num_kv_heads: number of key heads, which is also the number of value heads.
+        head_size: number of elements of one head's query or key.
+        head_size_v: number of elements of one head's value or output.
     """
 
     num_heads: int
@@ -234,7 +241,7 @@ class Heads:
     head_size_v: int
 
     def shape(self, site: str) -> tuple[int, int]:
-        """(number of heads, size of each head) of a row of a site inside the attention."""
+        """The shape (number of heads, size of each head) of a row of an attention site."""
         return (
             self.num_heads if site in ("q", "z") else self.num_kv_heads,
             self.head_size if site in ("q", "k") else self.head_size_v,
@@ -248,15 +255,18 @@ class Sites:
     Attributes:
         dtype: dtype of the stream's rows, without "torch.".
         boundaries: the boundaries that carry a tap, ascending.
-        heads: None if no site inside the attention is tapped.
-        mlp_size: number of elements of a row of `mlp_post`. None if not tapped.
-        num_experts: number of elements of a row of `router_logits`. None if not tapped.
-        kernels: layer -> arguments of the attention kernel, without q, k and v (`scale`,
-            `sliding_window`, ...), for the layers whose attention is tapped.
+        heads: the heads of the attention, or None if no site inside the attention is tapped.
+        mlp_size: number of elements of a row of `mlp_post`. None if `mlp_post` is not tapped.
+        num_experts: number of elements of a row of `router_logits`. None if `router_logits` is not
+            tapped.
+        kernels: for each layer whose attention is tapped, the arguments of the attention kernel
+            (`scale`, `sliding_window`, ...) except q, k and v.
         guard: the last boundary of the stream, if the configuration does not name that boundary.
             The engine taps the guard to check edited rows for overflow. An action cannot use the
-            guard. None if the configuration names the last boundary, or names no boundary.
-        step_tokens: 1 plus the number of drafts: the most positions of a request in a decode step.
+            guard. There is no guard (None) if the configuration names the last boundary, or names
+            no boundary.
+        step_tokens: the largest number of positions of one request in a decode step, which is 1
+            plus the number of drafts.
         moved: layers before which the model changes the stream. `resid_pre` of such a layer differs
             from `resid_post` of the layer before.
     """
@@ -274,7 +284,7 @@ class Sites:
     num_experts: int | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        # Cached properties are left out.
+        # The state for pickle does not contain the cached properties.
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @staticmethod
@@ -290,7 +300,8 @@ class Sites:
         return Sites(**{**body, **given})
 
     def row_shape(self, site: str) -> tuple[int, ...]:
-        """[hidden_size], [mlp_size], [num_experts], or [number of heads, size of each head]."""
+        """The shape of a row of a site: [hidden_size], [mlp_size], [num_experts], or
+        [number of heads, size of each head]."""
         if site in (MLP_SITE, ROUTER_SITE):
             size = self.mlp_size if site == MLP_SITE else self.num_experts
             assert size is not None
@@ -301,13 +312,13 @@ class Sites:
         return self.heads.shape(site)
 
     def row_size(self, site: str) -> int:
-        """The number of elements of one row."""
+        """The number of elements of one row of a site."""
         return math.prod(self.row_shape(site))
 
     @property
     def row_sizes(self) -> tuple[int, ...]:
-        """`row_size` of each kind, up to the last kind that is tapped. 0 for sites of the
-        attention, `mlp_post` and `router_logits` if they are not tapped."""
+        """The `row_size` of each kind, up to the last kind that is tapped. The size is 0 for sites
+        of the attention, `mlp_post` and `router_logits` if these sites are not tapped."""
         last = kind_of(max(self.boundaries, default=0))
         unknown = {*(ATTENTION_SITES if self.heads is None else ())}
         sizes_of_parts = {MLP_SITE: self.mlp_size, ROUTER_SITE: self.num_experts}
@@ -317,7 +328,7 @@ class Sites:
 
     @property
     def vector_size(self) -> int:
-        """The number of elements of a row of the vector table: that of the widest row."""
+        """The number of elements of a row of the vector table, which fits the widest row."""
         return max(self.row_sizes)
 
     @cached_property
@@ -327,7 +338,7 @@ class Sites:
 
     @cached_property
     def of_lenses(self) -> tuple[Place, ...]:
-        """Each `Place` that a lens can read. The final norm can be applied to its rows."""
+        """Each `Place` that a lens can read, because the final norm can be applied to the rows."""
         every = (Place(site, i) for site in LENS_SITES for i in range(self.num_layers))
         return tuple(
             place for place in every
@@ -344,13 +355,14 @@ class Sites:
         self, site: str, layers: tuple[int, ...] | None, where: str,
         embedding: str | None = EMBEDDING,
     ) -> tuple[Place, ...]:  # fmt: skip
-        """Each `Place` of a site at these layers. None means every tapped layer.
+        """Each `Place` of a site at these layers. None stands for every tapped layer.
 
         Args:
-            embedding: as for `parse_layers`.
+            embedding: the same argument as in `parse_layers`.
 
         Raises:
-            SpecError: the model does not have a layer, or the engine does not tap it.
+            SpecError: the model does not have one of the layers, or the engine does not tap the
+                site there.
         """
         tapped = self.readable
         moved = self.moved if site == "resid_pre" else ()
@@ -384,7 +396,7 @@ class Sites:
             if Place(site, layer).boundary not in tapped:
                 raise SpecError(
                     f"{where}.layers has {layer}; this engine does not tap {site!r} there. "
-                    f"Start it with {site!r} and that layer in "
+                    f"Start the engine with {site!r} and that layer in "
                     "additional_config={'scope': {'sites': ..., 'layers': ...}}."
                 )
         return tuple(Place(site, layer) for layer in layers)

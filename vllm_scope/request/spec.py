@@ -3,7 +3,7 @@
 Owns:  Spec, `scope`, Meanings (a cache of resolved specs).
 Runs:  in the caller's process, in the front-end (which parses the JSON) and in EngineCore
        (which unpacks specs). numpy, no torch, no vLLM.
-From:  actions.   To: resolve (the spec on one engine), packed (the spec as bytes).
+From:  actions.   To: resolve (resolves a spec for one engine), packed (makes bytes of a spec).
 
 Promise: every `Spec` is well formed. `Spec.resolve` makes the checks that need the engine's layers,
 hidden size and steering modules.
@@ -44,36 +44,38 @@ from vllm_scope.request.resolved import Resolved, Vectors
 from vllm_scope.request.selectors import ITEM_BYTES, check_sizes
 from vllm_scope.request.sites import Place, Sites
 
-#: Longest JSON of a spec, in characters. A front-end parses 1 MiB in 5 ms. In base64, 80 vectors of
-#: 8,192 numbers have 3.5 MB. 383 replaced rows of 4,096 numbers have 8 MiB.
+#: The longest JSON of a spec, in characters. A front-end parses 1 MiB of JSON in 5 ms. In base64,
+#: 80 vectors of 8,192 numbers have 3.5 MB, and 383 replaced rows of 4,096 numbers have 8 MiB.
 MAX_SPEC_BYTES = 8 << 20
 MAX_READS = 32
 MAX_PROBES = 1024
 MAX_EDITS = 256
 MAX_FEATURES = 128
-#: For each lens, the device computes one product with the unembedding for each token and layer.
+#: The number of lenses is small, because for each lens, token and layer, the device computes one
+#: product with the unembedding.
 MAX_LENSES = 4
 MAX_MOMENTS = 32
 MAX_STOPPING = 8
-#: The largest number of features of named SAEs that a spec's edits name. One feature is a few bytes
-#: in the spec, and two rows of the SAE in memory.
+#: The largest number of features of named SAEs that a spec's edits name. One feature takes a few
+#: bytes in the spec, and two rows of the SAE in memory.
 MAX_NAMED = 256
 MOST = {
     "reads": MAX_READS, "probes": MAX_PROBES, "edits": MAX_EDITS, "features": MAX_FEATURES,
     "lens": MAX_LENSES, "moments": MAX_MOMENTS,
 }  # fmt: skip
-#: Field of a Spec -> the class of the actions in it.
+#: For each field of a Spec, the class of the actions in the field.
 ACTIONS: dict[str, type[Action]] = {
     "reads": Read, "probes": Probe, "edits": Edit, "features": Features, "lens": LensTopK,
     "moments": Moments,
 }  # fmt: skip
-#: Limit of the cache of parsed specs, and the longest text in it. A lookup hashes the text.
+#: The limit of the cache of parsed specs, in bytes, and the length of the longest text in this
+#: cache. (Each lookup hashes the text.)
 REMEMBERED_BYTES, LONGEST_REMEMBERED = 64 << 20, 1 << 20
 #: The largest resolved spec that is cached, in bytes.
 LARGEST_REMEMBERED = 32 << 20
 #: Limit of the cache of outlines, in bytes.
 OUTLINE_BYTES = 16 << 20
-#: Memory of a parsed spec in bytes, without the spec's text.
+#: The estimated memory of a parsed spec in bytes, without the spec's text.
 _SPEC_BYTES = 4096
 #: Actions that can name an SAE or a lens.
 Named = TypeVar("Named", Edit, Features, LensTopK)
@@ -81,7 +83,7 @@ Named = TypeVar("Named", Edit, Features, LensTopK)
 
 @dataclass(frozen=True)
 class Spec:
-    """All actions of one request. The edits apply in their order."""
+    """All actions of one request. The edits apply in the order of the field `edits`."""
 
     reads: tuple[Read, ...] = ()
     probes: tuple[Probe, ...] = ()
@@ -104,7 +106,8 @@ class Spec:
         if num_named > MAX_NAMED:
             raise SpecError(
                 f"the edits name {num_named:,} features of SAEs together; at most {MAX_NAMED}, "
-                "because each becomes two rows of the SAE. Send fewer, or several requests."
+                "because each becomes two rows of the SAE. Name fewer features, or send several "
+                "requests."
             )
         num_indices = sum(len(one.indices or ()) for one in self.features)
         if num_indices > MAX_INDICES:
@@ -172,7 +175,7 @@ class Spec:
 
     @staticmethod
     def from_json(text: object) -> Spec:
-        """Parse the text in `extra_args["scope"]`.
+        """Parse a spec from the text in `extra_args["scope"]`.
 
         The result is cached, because many requests have the same text.
 
@@ -194,8 +197,8 @@ class Spec:
         found = _parsed.get(text)
         if found is None:
             found, num_items = Spec._parse(text)
-            # The size of the text counts three times: for the text, for the vectors, and for the
-            # packed form without vectors.
+            # The estimate counts the size of the text three times: for the text, for the vectors,
+            # and for the packed form without vectors.
             size = _SPEC_BYTES + 3 * len(text) + ITEM_BYTES * num_items
             _parsed.put(text, found, size)
         return found
@@ -214,15 +217,15 @@ class Spec:
         spec does not name an SAE or a lens, returns the spec itself.
 
         Args:
-            saes: name -> Sae, for the SAEs that the engine has loaded.
-            lenses: as in LensTopK.of_engine.
+            saes: the SAEs that the engine has loaded, by name.
+            lenses: the same argument as in LensTopK.of_engine.
 
         Raises:
-            SpecError: as for `of_engine` of SetFeature, Features and LensTopK.
+            SpecError: the same errors as in `of_engine` of SetFeature, Features and LensTopK.
         """
         if not self._names_held:
             return self
-        # Cached, because many requests have the same text.
+        # The result is cached, because many requests have the same text.
         known = _expanded.get(self.packed.digest)
         if known is not None and known[0] is saes and known[1] is lenses:
             return known[2]
@@ -246,12 +249,12 @@ class Spec:
 
     @cached_property
     def packed(self) -> Packed:
-        """The spec without its vectors, as it is sent. `arrays` has the vectors."""
+        """The spec in the form that is sent, without vectors. `arrays` has the vectors."""
         return self._packed[0]
 
     @property
     def arrays(self) -> dict[bytes, Array]:
-        """Digest -> Array, for the spec's vectors and rows."""
+        """The Arrays with the spec's vectors and rows, by digest."""
         return self._packed[1]
 
     @cached_property
@@ -286,11 +289,11 @@ class Spec:
 
         Args:
             sites: the taps of the engine.
-            modules: name -> vectors, for the steering modules of the engine.
+            modules: the vectors of each steering module of the engine, by the module's name.
 
         Raises:
-            SpecError: the model does not have a layer, the engine does not tap a site or layer, a
-                vector has a wrong size, or a module is unknown.
+            SpecError: the model does not have one of the layers, the engine does not tap one of the
+                sites or layers, a vector has a wrong size, or a module is unknown.
         """
         return resolve(
             self.reads, self.probes, self.edits, sites, modules or {}, self.features, self.policy,
@@ -305,27 +308,28 @@ def _names() -> tuple[str, ...]:
 
 
 _parsed: Remembered[str, Spec] = Remembered(REMEMBERED_BYTES)
-#: (the engine's SAEs, the engine's lenses, a spec with the rows and layers in place of the names).
+#: A tuple of the engine's SAEs, the engine's lenses, and a spec with the rows and layers in place
+#: of the names.
 _Expanded = tuple[Mapping[str, Any], Mapping[str, Collection[Place]] | None, Spec]
-#: Digest of a spec that names SAEs or lenses -> the result of its `of_engine`.
+#: The results of `of_engine` for specs that name SAEs or lenses, by the digest of the spec.
 _expanded: Remembered[bytes, _Expanded] = Remembered(REMEMBERED_BYTES)
 
 
 class Meanings:
     """A cache of resolved specs for one engine, with a limit in bytes.
 
-    The registry calls `forget` when a name gets another module, and `forget_arrays` when vectors
-    are dropped. Both calls free the vectors.
+    The registry and a front-end call `forget` when a name gets another module. The registry calls
+    `forget_arrays` when vectors are dropped. Both calls drop cached specs, and so free the vectors.
     """
 
     def __init__(self, sites: Sites) -> None:
         self._sites = sites
-        #: (digest of a Packed, version) -> (resolved spec, digests of its vectors).
+        #: By (digest of a Packed, version): the resolved spec, and the digests of its vectors.
         self._known: Remembered[
             tuple[bytes, tuple[Hashable, ...]], tuple[Resolved, Sequence[bytes]]
         ]
         self._known = Remembered(REMEMBERED_BYTES)
-        #: Body of a Packed -> its outline. A spec that names a module has no outline.
+        #: The outlines, by the body of a Packed. A spec that names a module has no outline.
         self._outlines: Remembered[bytes, Outline] = Remembered(OUTLINE_BYTES)
 
     @property
@@ -337,7 +341,7 @@ class Meanings:
         self._known.drop(lambda key, _: bool(key[1]))
 
     def forget_arrays(self, digests: Set[bytes]) -> None:
-        """Drop the specs that have at least one of these vectors. The vectors are then free."""
+        """Drop the specs that have at least one of these vectors, and so free the vectors."""
         self._known.drop(lambda _, known: not digests.isdisjoint(known[1]))
         self._outlines.drop(lambda _, outline: not digests.isdisjoint(outline.packed.arrays))
 
@@ -345,12 +349,13 @@ class Meanings:
         self, packed: Packed, arrays: Mapping[bytes, Array], modules: Mapping[str, Vectors],
         version: tuple[Hashable, ...] = (), spec: Spec | None = None,
     ) -> Resolved:  # fmt: skip
-        """The resolved spec: from the cache, from an outline, or from Spec.resolve.
+        """The resolved spec, which comes from the cache, from an outline, or from Spec.resolve.
 
         Args:
             arrays: the spec's vectors, by digest.
-            version: changes when a name gets another module. Empty if the spec names no module.
-            spec: the Spec of `packed`. None: `packed` is unpacked if the Spec is needed.
+            version: a tuple that changes when the name of a module gets another module. The tuple
+                is empty if the spec names no module.
+            spec: the Spec of `packed`. If None, `packed` is unpacked when a Spec is needed.
 
         Raises:
             KeyError: an Array is not among `arrays`. SpecError: as Spec.resolve.
@@ -372,8 +377,8 @@ class Meanings:
 
 
 def check_stopping(probes: Sequence[Probe]) -> None:
-    """Raises SpecError if there are too many probes with 'stop' or first stages. The output of each
-    step waits for the verdicts of these probes."""
+    """Raises SpecError if too many probes have the action 'stop' or are first stages of cascades.
+    The output of each step waits for the verdicts of these probes."""
     firsts = {probe.after for probe in probes}
     count = sum(probe.action == "stop" or probe.name in firsts for probe in probes)
     if count > MAX_STOPPING:
@@ -422,8 +427,9 @@ def scope(*actions: Action | Policy) -> dict[str, str]:
             the order of the arguments.
 
     Returns:
-        A dict with one key, "scope". Its value is the spec as a JSON string. Over HTTP, clients
-        send the same string in `vllm_xargs`. The caller can merge the dict with other extra_args.
+        A dict with one key, "scope". The value of this key is the spec as a JSON string. Over HTTP,
+        clients send the same string in `vllm_xargs`. The caller can merge this dict with other
+        extra_args.
 
     Raises:
         SpecError: there is no action, or an argument is not an action.

@@ -12,15 +12,17 @@ from vllm_scope.request.sites import SiteLayer
 
 
 class OverStreams:
-    """Iteration, `len` and `in` over (site, layer). An object without streams is also true.
-    Therefore `if output.scope` tests whether a result exists."""
+    """Iteration, `len` and `in` over the pairs (site, layer) of an object's streams. In a
+    condition, an object without streams also counts as true. Therefore `if output.scope` tests
+    whether a result exists."""
 
     def keys(self) -> list[SiteLayer]:
-        """(site, layer) of each stream."""
+        """The pair (site, layer) of each stream."""
         raise NotImplementedError
 
     def _at(self, stream: object) -> object:
-        """The key or the rows of a stream. `stream` has any form that `[...]` accepts.
+        """The key or the rows of a stream. `stream` can have any form that `[...]` of the object
+        accepts.
 
         Raises:
             KeyError: the object has no such stream. TypeError: `stream` has a wrong form.

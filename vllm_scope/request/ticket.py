@@ -1,7 +1,8 @@
-"""The ticket of a request, which travels from its front-end to EngineCore.
+"""The ticket of a request, which the request's front-end sends to EngineCore.
 
-Owns:  Recipient, Ticket, and the form of vectors that travel without a ticket (`encode_arrays`).
-Runs:  the front-end makes a Ticket, and EngineCore reads it and sends the Recipient to the workers.
+Owns:  Recipient, Ticket, and the form of vectors that are sent without a ticket (`encode_arrays`).
+Runs:  the front-end makes a Ticket. EngineCore reads the Ticket, and sends the Recipient to the
+       workers.
 From:  packed, engine.frontend.requests.   To: engine.core.entry.
 """
 
@@ -16,28 +17,28 @@ from vllm_scope.request.arrays import Array
 from vllm_scope.request.packed import Packed
 from vllm_scope.request.remembered import Remembered
 
-#: An Array as it is sent: (digest, shape, data).
+#: An Array in the form in which it is sent: (digest, shape, data).
 _Travelling = tuple[bytes, tuple[int, ...], bytes]
 #: If a ticket's content has more bytes than this number, the content is compressed. With many named
 #: probes, most of the content is repeated text.
 _LONG = 1 << 10
-#: Limit of each of two caches of this process, in bytes: of sent specs, and of received specs.
+#: The limit of each of two caches, in bytes: the cache of sent specs, and of received specs.
 _KEPT_BYTES = 16 << 20
 
 
 class Recipient(msgspec.Struct, frozen=True, array_like=True):
-    """Where a request's rows and scores go.
+    """The destination of the rows and scores of a request.
 
     Attributes:
         key: the request's key, unique among all front-ends. Labels of rows contain the key.
         frontend: identity of the front-end (transport.messages.Address).
         request_id: the caller's id of the request.
         uid: the request's id at sinks. All completions of the request have the same uid.
-        child: index of the completion.
-        owner: digest of the API key. Empty if there is no API key.
+        child: index of the completion among the request's completions.
+        owner: digest of the API key, or an empty string if there is no API key.
         follows: True if the caller sees outputs before the last output.
-        awaits: False if the workers do not send anything about the request to the front-end. The
-            request then ends with its last token.
+        awaits: False if the request ends with its last token, because the workers do not send
+            anything about the request to the front-end.
     """
 
     key: int
@@ -54,10 +55,11 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """A request that has passed its front-end's check.
 
     Attributes:
-        first_position: a lower bound of the positions of the needed rows. None if no row is needed.
-        modules: the names of the spec's steering modules. EngineCore has their vectors.
+        first_position: a lower bound of the positions whose rows are needed, or None for no rows.
+        modules: the names of the spec's steering modules, whose vectors EngineCore has.
         spec: the actions of the request.
-        arrays: the spec's Arrays, without the Arrays that were sent ahead (core.sent_ahead).
+        arrays: the spec's Arrays, except the Arrays that the front-end has sent ahead
+            (core.sent_ahead).
         variants: if the request stands for several variants, the spec of each variant. Each variant
             has the prompt and parameters of this request. `spec` is then the spec of the first
             variant, and `arrays` has the Arrays of all variants.
@@ -99,17 +101,18 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
         ]  # fmt: skip
 
     def own_arrays(self) -> dict[bytes, Array]:
-        """Digest -> Array, for the Arrays in this ticket."""
+        """The Arrays in this ticket, by digest."""
         return _arrived(self.arrays)
 
 
 class _Wire(msgspec.Struct, frozen=True, array_like=True):
-    """A ticket as it is sent. `content` is cached, because many requests share it.
+    """A ticket in the form in which it is sent. `content` is cached, because many requests have the
+    same content.
 
     Attributes:
         digest: the spec's digest.
         num_modules: number of steering modules that the spec names.
-        content: `modules` and `spec` of the ticket in msgpack, compressed by zlib if long.
+        content: `modules` and `spec` of the ticket in msgpack. zlib compresses a long content.
     """
 
     recipient: Recipient
@@ -125,11 +128,12 @@ _Content = tuple[tuple[str, ...], Packed]
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Wire).decode
 _decode_content = msgspec.msgpack.Decoder(_Content).decode
-#: (digest of a spec, its number of modules) -> its content: as it is sent, and as it was received.
-#: The digest covers the names of modules, which are in the spec's body.
+#: The contents in the form that was sent and in the form that was received, by (digest of a spec,
+#: number of the spec's modules). The digest covers the names of modules, which are in the spec's
+#: body.
 _sent: Remembered[tuple[bytes, int], bytes] = Remembered(_KEPT_BYTES)
 _came: Remembered[tuple[bytes, int], _Content] = Remembered(_KEPT_BYTES)
-#: First byte of a compressed content (zlib). A msgpack array never begins with this byte.
+#: The first byte of a content that zlib has compressed. No msgpack array begins with this byte.
 _ZLIB = 0x78
 
 
@@ -162,5 +166,5 @@ def encode_arrays(arrays: Iterable[Array]) -> bytes:
 
 
 def decode_arrays(data: bytes) -> dict[bytes, Array]:
-    """Digest -> Array, for the Arrays that `encode_arrays` has encoded."""
+    """The Arrays that `encode_arrays` has encoded, by digest."""
     return _arrived(_decode_arrays(data))

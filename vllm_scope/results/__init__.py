@@ -13,6 +13,6 @@ scores.py  the scores of a result's probes
 features.py  the features of a result's SAEs
 lens.py      the tokens of a result's lenses
 column.py  one stream or probe of a result, for the server
-cursor.py  the new values of a request that streams
-following.py  how far a stream or a probe of a streaming request was followed
+cursor.py  the new values of a streaming request
+following.py  the positions of a stream or a probe that are already returned
 """

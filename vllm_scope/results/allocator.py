@@ -1,18 +1,20 @@
-"""Memory for rows that is used again, because the first touch of new memory costs more than a copy.
+"""Memory for rows that is used again, because the first write to new memory costs more than a copy.
 
-Owns:  CachingAllocator, and how much memory it may keep (`reuse_bytes`).
+Owns:  CachingAllocator, `reuse_bytes` (the amount of memory that an allocator may keep).
 Runs:  in the front-end. `empty` runs on the receiver's thread. Any thread may free an array.
 To:    table.
 
-If the program frees a large block, glibc gives the block back to the system. The kernel must find
-and zero each page of the next block while rows are copied. In this allocator a block is a segment,
-that is, a private mapping. A segment is free when no view of the segment exists. A large segment
-has huge pages. The kernel can take the pages of a free large segment at any time (madvise with
-MADV_FREE). If the kernel takes no pages, this madvise call is almost free. With small pages the
-call costs more than a copy. Therefore small free segments keep their pages.
+If the program frees a large block, glibc gives the block back to the system. When rows are copied
+to a new block, the kernel must find each page of the block and fill the page with zeros. In this
+allocator a block is a segment, that is, a private mapping. A segment is free when no view of the
+segment exists. A large segment has huge pages. The kernel can take the pages of a free large
+segment at any time (madvise with MADV_FREE). If the kernel takes no pages, this madvise call is
+almost free. For a segment with small pages, this call costs more than a copy of the rows. Therefore
+the allocator makes the call for large segments only.
 
 Promise: a segment is used again only after the last array, tensor or buffer of the segment is gone.
-Free segments take at most `most_bytes`. The allocator unmaps segments beyond this bound at once.
+Free segments take at most `most_bytes`. If free segments would take more bytes, the allocator
+unmaps segments at once.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from vllm_scope.sinks.metrics import count_memory
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: numpy allocates blocks below this size, because malloc keeps freed small blocks for reuse.
+#: numpy allocates arrays that have fewer bytes than this number, because malloc keeps freed small
+#: blocks for reuse.
 LEAST_BYTES = 256 << 10
 #: Segments of this size or more are large and have huge pages. In a smaller segment, the unused
 #: part of the last huge page would waste too much memory. numpy has the same limit for huge pages.
@@ -46,10 +49,10 @@ LARGE_BYTES = 4 << 20
 #: The size of a small segment is a multiple of the first number. The size of a large segment is a
 #: multiple of the second number, which is the size of a huge page.
 SMALL_STEP_BYTES, LARGE_STEP_BYTES = 64 << 10, 2 << 20
-#: Bound of the bytes of small free segments, whose pages the kernel cannot take. The bound in use
-#: is at most a quarter of the allocator's bound.
+#: Largest number of bytes of small free segments, whose pages the kernel cannot take. An allocator
+#: uses at most a quarter of its `most_bytes` for small free segments.
 MOST_SMALL_BYTES = 256 << 20
-#: The environment variable that sets the bound of free segments, in MiB.
+#: The environment variable that sets the largest size of all free segments, in MiB.
 VARIABLE = "VLLM_SCOPE_REUSE_MIB"
 
 
@@ -57,10 +60,10 @@ class AllocatorStats(NamedTuple):
     """Bytes of segments.
 
     Attributes:
-        lent: of the segments in use.
-        free: of the free segments.
-        reused: sum over all calls of `empty` that took a free segment.
-        new: sum over all calls of `empty` that mapped a new segment.
+        lent: bytes of the segments in use.
+        free: bytes of the free segments.
+        reused: bytes of the free segments that all calls of `empty` took.
+        new: bytes of the new segments that all calls of `empty` mapped.
     """
 
     lent: int
@@ -73,7 +76,8 @@ class CachingAllocator:
     """Makes arrays in memory that is used again. Thread-safe.
 
     Args:
-        most_bytes: bound of the bytes of free segments. If 0, numpy allocates every array.
+        most_bytes: largest number of bytes of free segments. If `most_bytes` is 0, numpy allocates
+            every array.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -102,7 +106,7 @@ class CachingAllocator:
         allocator uses the memory again.
 
         Raises:
-            MemoryError: the system has no memory.
+            MemoryError: the system has no free memory.
         """
         num_bytes = math.prod(shape)
         if num_bytes < LEAST_BYTES or not self.most_bytes:
@@ -144,15 +148,15 @@ class CachingAllocator:
         return self._small if size < LARGE_BYTES else self._large
 
     def _give_back(self, segment: mmap.mmap) -> None:
-        # A forked process takes no segments back: another thread may have held the lock at the
-        # fork.
+        # A forked process takes no segments back, because another thread may have held the lock
+        # when the process was forked.
         if os.getpid() == self._pid:
             self._returned.append(segment)
             self._settle()
 
     def _settle(self) -> None:
-        """Add returned segments to the free segments. If another thread holds the lock, the other
-        thread calls `_settle` after it has released the lock."""
+        """Add returned segments to the free segments. If another thread holds the lock, this call
+        does nothing, because the other thread calls `_settle` after it has released the lock."""
         while self._returned and self._lock.acquire(blocking=False):
             try:
                 while self._returned:
@@ -179,12 +183,13 @@ class _FreeSegments:
 
     Attributes:
         num_bytes: number of bytes of all free segments of this kind.
-        most_bytes: bound of `num_bytes`.
+        most_bytes: largest allowed value of `num_bytes`.
     """
 
     def __init__(self) -> None:
         self.most_bytes = 0
-        #: Size -> (`_num_returns` at the segment's return, segment), in the order of return.
+        #: Maps a size to the segments of this size, in the order in which they were returned. Each
+        #: segment comes with the value that `_num_returns` had when the segment was returned.
         self._by_size: dict[int, deque[tuple[int, mmap.mmap]]] = {}
         self._num_returns = self.num_bytes = 0
 
@@ -193,7 +198,7 @@ class _FreeSegments:
         sizes = [known for known in self._by_size if size <= known <= 2 * size]
         if not sizes:
             return None
-        # Take the segment that was returned last, because a part may still be in a CPU's cache.
+        # Take the segment that was returned last, because a CPU may still have a part in its cache.
         return self._removed(min(sizes), -1)
 
     def put(self, segment: mmap.mmap) -> None:
@@ -206,9 +211,10 @@ class _FreeSegments:
         self.trim()
 
     def trim(self) -> None:
-        """Unmap segments, in the order of return, until `num_bytes` is within the bound."""
+        """Unmap segments until `num_bytes` is at most `most_bytes`. The segment that was returned
+        first is unmapped first."""
         while self.num_bytes > self.most_bytes:
-            # Python unmaps the segment here, because this was the last reference.
+            # Python unmaps the removed segment, because no other reference to the segment exists.
             self._removed(min(self._by_size, key=lambda size: self._by_size[size][0][0]), 0)
 
     def _removed(self, size: int, at: int) -> mmap.mmap:
@@ -222,8 +228,8 @@ class _FreeSegments:
 
 
 def reuse_bytes(environ: Mapping[str, str] = os.environ, num_processes: int = 1) -> int:
-    """The bound of free segments in this process, in bytes, from VLLM_SCOPE_REUSE_MIB. If the
-    variable is not set, `num_processes` processes share a quarter of the memory equally.
+    """The largest number of bytes of free segments in this process, from VLLM_SCOPE_REUSE_MIB. If
+    the variable is not set, `num_processes` processes share a quarter of the memory equally.
 
     Raises:
         ConfigError: the variable is not a number of at least 0.
@@ -245,14 +251,15 @@ def memory_bytes() -> int:
     """The memory of this machine, or the memory limit of this container, in bytes."""
     most: int = psutil.virtual_memory().total
     for group in ("memory.max", "memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # the group is missing, or its value is "max"
+        with suppress(OSError, ValueError):  # the control group's file is missing or contains "max"
             most = min(most, int((Path("/sys/fs/cgroup") / group).read_text()))
     return most
 
 
 def size_class(num_bytes: int) -> int:
-    """The size of a new segment in bytes, at most a quarter, or one step, above `num_bytes`. Arrays
-    of similar sizes can then use the same segment."""
+    """`num_bytes`, rounded up to the size of a segment. At most a quarter of `num_bytes` is added,
+    or one step (SMALL_STEP_BYTES or LARGE_STEP_BYTES). Arrays of similar sizes can then use the
+    same segment, one after the other."""
     step = SMALL_STEP_BYTES if num_bytes < LARGE_BYTES else LARGE_STEP_BYTES
     step = max(step, 1 << (num_bytes.bit_length() - 3))
     return -(-num_bytes // step) * step
@@ -266,5 +273,5 @@ def _mapped(size: int) -> mmap.mmap:
     return segment
 
 
-#: An allocator that keeps no segments: numpy allocates every array.
+#: An allocator that keeps no segments. With this allocator, numpy allocates every array.
 PLAIN = CachingAllocator(0)

@@ -7,8 +7,9 @@ Runs:  in an API server. The event loop makes shares, and the receiver's threads
 To:    inbox (checks requests that enter), buffer (checks arriving rows), server.store (files).
 
 Promise: when a request enters, its share takes the bytes that the prompt will deliver. The share
-grows when more bytes arrive. The share gives all bytes back when the request is forgotten or
-collected. A key holds at most PART times the free bytes. Therefore a new key always finds room.
+grows when more bytes arrive. The share gives all bytes back when the inbox forgets the request, or
+when the garbage collector frees the request. An API key holds at most PART times the bytes that are
+free. Therefore some bytes are always free for a new key.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.selectors import Tokens
 from vllm_scope.request.sites import Sites, boundary_of_point, kind_of_point
 
-#: Number of bytes of one label: the position and the arrival number of a value.
+#: Number of bytes of one label. A label is the position and the arrival number of a value.
 LABEL_BYTES = 16
-#: A key may hold at most PART times the free bytes. One key alone can then hold three quarters of
-#: all bytes. Two keys can hold three sevenths each.
+#: An API key may hold at most PART times the bytes that are free. One key alone can then hold three
+#: quarters of all bytes. Two keys can hold three sevenths each.
 #: Source: dynamic thresholds of shared-memory switches (Choudhury and Hahne, 1998).
 PART = 3
 FULL = (
@@ -51,8 +52,9 @@ class Asker:
     Attributes:
         owner: a digest of the API key. "" offline.
         operator: True if the sender may see file paths and the whole reports of sinks.
-        expect: the inbox calls this before a request enters, with the bytes that the prompt
-            delivers to this process. Raises CapacityError if there will be no room for the answer.
+        expect: a function that the inbox calls before a request enters, with the number of bytes
+            that the prompt delivers to this process. The function raises CapacityError if there
+            will be no room for the answer.
     """
 
     owner: str = ""
@@ -60,7 +62,8 @@ class Asker:
     expect: Callable[[int], None] = lambda num_bytes: None
 
 
-#: The server sets this for each request. The default is the caller in this process.
+#: The sender of the current request. The server sets the sender for each request. Without a server,
+#: the sender is the caller in this process.
 asking: ContextVar[Asker] = ContextVar("vllm_scope_asking", default=Asker())  # noqa: B039
 
 
@@ -70,7 +73,8 @@ def most_of_one(most_bytes: int) -> int:
 
 
 def fits(own: int, held: int, more: int, most_bytes: int) -> bool:
-    """True if a key that holds `own` of the `held` bytes of all keys may take `more` bytes."""
+    """True if a key may take `more` bytes. The key holds `own` bytes, and all keys together hold
+    `held` bytes."""
     return own + more <= PART * (most_bytes - held - more)
 
 
@@ -79,12 +83,12 @@ class Budget:
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
-        #: Key -> the number of bytes that the key holds. Keys that hold 0 bytes are not in the
-        #: dict.
+        #: Maps an API key to the number of bytes that the key holds. Keys that hold 0 bytes are not
+        #: in the dict.
         self._held: dict[str, int] = {}
         self._lock = threading.Lock()
-        #: Bytes to subtract from `_held`. `give` adds entries without the lock, because the garbage
-        #: collector may call `give` during a `take`.
+        #: (API key, number of bytes to subtract from the key's bytes in `_held`). `give` adds
+        #: entries without the lock, because the garbage collector may call `give` during a `take`.
         self._given: deque[tuple[str, int]] = deque()
 
     @property
@@ -98,7 +102,8 @@ class Budget:
             return self._held.get(owner, 0)
 
     def take(self, owner: str, num_bytes: int) -> bool:
-        """Count more bytes for a key. Returns False, and counts no bytes, if there is no room."""
+        """Count more bytes for an API key. Returns False, and counts nothing, if there is no
+        room."""
         with self._lock:
             held, own = self._settled(), self._held.get(owner, 0)
             if not fits(own, held, num_bytes, self.most_bytes):
@@ -124,11 +129,11 @@ class Share:
     Args:
         promised: number of bytes that the request's prompt will deliver.
         copies: number of completions of the request (`n`), which enter together.
-        owner: the request's key, as Asker.owner.
+        owner: the sender of the request, as in Asker.owner.
 
     Raises:
-        SpecError: all copies together deliver more bytes than a key may ever hold.
-        CapacityError: the prompt delivers more bytes than the key may take now.
+        SpecError: all completions together deliver more bytes than one API key may ever hold.
+        CapacityError: the prompt delivers more bytes than the sender's API key may take now.
     """
 
     def __init__(self, budget: Budget, promised: int, copies: int = 1, owner: str = "") -> None:
@@ -180,14 +185,15 @@ def bytes_of_prompt(own: Resolved, whole: Resolved, sites: Sites, prompt_ids: Se
     """The number of bytes of rows, scores and labels that a prompt delivers to this process.
 
     Args:
-        own: the reads and probes that go to memory.
-        whole: all actions of the request. The edits decide which reads share a row.
+        own: the reads and probes whose values go to the sink `memory`.
+        whole: all actions. Two reads share a row if no edit changes the row between the reads.
     """
     if not own.delivering:
         return 0
     if not own.uniform:
         return _bytes_of(own, whole, sites, np.asarray(prompt_ids, np.int64))
-    # All tokens deliver equally many bytes. `own` caches the number, because requests share `own`.
+    # All tokens of the request deliver the same number of bytes. The number is cached in `own`,
+    # because many requests share `own`.
     known = own.__dict__.get("_bytes_of_token")
     if known is None or known[0] is not whole or known[1] is not sites:
         one = _bytes_of(own, whole, sites, np.zeros(1, np.int64))
@@ -213,7 +219,8 @@ def _bytes_of(own: Resolved, whole: Resolved, sites: Sites, ids: Ints) -> int:
         else:
             sizes[key] = slots_of_row(head.row_bytes) * SLOT_BYTES
     total = sum(int(np.count_nonzero(mask)) * sizes[key] for key, mask in masks.items())
-    # An upper bound of the labels: if a step is drained tap by tap, each tap sends its own labels.
+    # The counted number of labels is an upper bound. If a step is drained tap by tap, each tap
+    # sends its own labels.
     labelled: dict[int, np.ndarray] = {}
     for (_, point), mask in masks.items():
         boundary = boundary_of_point(point)

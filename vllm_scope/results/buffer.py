@@ -1,7 +1,7 @@
 """The arriving rows of one request.
 
 Owns:  Pending, Piece (values of one message).
-Runs:  in the front-end. The receiver's thread writes. Any thread reads.
+Runs:  in the front-end. The receiver's thread writes the values. Any thread may read the values.
 From:  inbox.   To: result (snapshots).
 
 Promise: the values in a snapshot never change.
@@ -37,7 +37,7 @@ from vllm_scope.sinks.metrics import count_decision
 
 #: Number of positions that a new table has room for, if the request reads only some tokens.
 FIRST_ROOM = 64
-#: If the request reads all tokens: largest number of positions that a new table has room for.
+#: Largest number of positions that a new table has room for, if the request reads all tokens.
 MOST_ROOM = 4096
 
 LATE = (
@@ -50,9 +50,10 @@ class Piece(NamedTuple):
     """Values of one kind, from tokens with the same layout.
 
     Attributes:
-        key: the key of the table for the values: the kind, and the columns of the whole layout.
-        columns: the columns in `values`: all columns of `key`, or fewer if `values` is from one
-            tap.
+        key: the key of the table that gets the values. The key consists of the kind of the values
+            and the columns of the whole layout.
+        columns: the columns that `values` contains. The columns are all columns of `key`, or fewer
+            columns if `values` comes from one tap.
         values: uint8 [num_tokens, num_columns, bytes of a value], in memory that the worker reuses.
     """
 
@@ -62,13 +63,13 @@ class Piece(NamedTuple):
 
 
 def pieces_of(layout: Layout, local: Layout, data: np.ndarray, widths: Widths) -> list[Piece]:
-    """The pieces in the data of some tokens.
+    """The data of some tokens, divided into Pieces.
 
     Args:
         layout: the whole layout of the tokens.
         local: the part of the layout whose values are in `data`.
         data: uint8 [num_tokens, bytes of a token].
-        widths: bytes of a raw row, by kind.
+        widths: number of bytes of a raw row, for each kind of site.
     """
 
     def piece(key: TableKey, columns: tuple[int, ...], first: int, size: int, used: int) -> Piece:
@@ -95,8 +96,9 @@ def pieces_of(layout: Layout, local: Layout, data: np.ndarray, widths: Widths) -
 
 @lru_cache(maxsize=1024)
 def _keys_of(layout: Layout) -> dict[Head, TableKey]:
-    """Head -> the key of the table for the head's values. Neighbouring heads that compute the same
-    numbers share one table. An example is the banks of a probe over several layers."""
+    """Maps a head to the key of the table for the head's values. Neighbouring heads that compute
+    the same numbers share one table. For example, the banks of a probe over several layers share
+    one table."""
     found: dict[Head, TableKey] = {}
     for what, some in groupby(layout.encoded, lambda pair: _what(pair[0])):
         pairs = list(some)
@@ -113,16 +115,16 @@ class Pending:
     """The arriving rows and scores of one request.
 
     Args:
-        asked: the reads and probes that go to memory.
+        asked: the reads and probes whose values go to the sink `memory`.
         share: the request's part of the budget. None offline.
         allocator: makes the memory for the rows.
 
     Attributes:
         key: the request's key, unique among all front-ends.
-        manifests: sink -> the request's manifest at this sink.
+        manifests: the request's manifest at each sink, by the sink's name.
         decisions: the decisions of the request's policy.
-        done: resolved when every pipeline stage has sent its last row or an error.
-        num_came: a counter that grows when values arrive or are lost, and with each decision.
+        done: a future that is done when every pipeline stage has sent its last row or an error.
+        num_came: a counter that grows when values arrive or are lost, or a decision arrives.
     """
 
     def __init__(
@@ -190,7 +192,8 @@ class Pending:
 
     def copies(self) -> list[Copy]:
         """The copies that must be done before `commit`."""
-        # The usual case, which must be fast because a message can have values of many requests.
+        # In the usual case, values were added to one table only. This case must be fast, because a
+        # message can have values of many requests.
         if len(self._added) == 1:
             return self._added[0].copies()
         return [copy for table in dict.fromkeys(self._added) for copy in table.copies()]
@@ -200,7 +203,7 @@ class Pending:
         for table in self._added:
             table.commit()
         self._added.clear()
-        self.num_came += 1  # Last: a thread that sees the new number finds the values.
+        self.num_came += 1  # last, because a thread that sees the new number must find the values
 
     def revert(self) -> None:
         """Forget the values that were added and not committed."""
@@ -209,12 +212,13 @@ class Pending:
         self._added.clear()
 
     def _table(self, key: TableKey, value_bytes: int) -> Table:
-        """The table of a key, with the requested columns. There may be no such columns."""
+        """The table of a key. The table has only the requested columns, which may be none."""
         table = self._tables.get(key)
         if table is None:
             dtype = torch.float32 if isinstance(key.what, Bank) else torch.uint8
             dtype = dtype_of(self.sites) if key.what is None else dtype
-            # Cached in `asked`, because many requests share `asked`, perhaps with many layers.
+            # The names are cached in `asked`, because many requests share `asked`, and `asked` may
+            # have many layers.
             known: dict[TableKey, dict[int, tuple[int, ...]]]
             known = self.asked.__dict__.setdefault("_table_names", {})
             names = known.get(key)
@@ -243,7 +247,7 @@ class Pending:
             self.done.set_result(None)
 
     def await_nothing(self) -> None:
-        """Resolve `done` now. Used for a request about which workers send no messages."""
+        """Resolve `done` now. This method is for a request about which workers send no messages."""
         self._stages_left.clear()
         self.done.set_result(None)
 
@@ -255,10 +259,11 @@ class Pending:
             count_decision(self.asked.policy.name, decided)
 
     def lose(self, why: str, over: bool = False) -> None:
-        """Drop the request's values, now and in later messages. The request itself goes on.
+        """Drop the values of the request that have arrived, and the values in later messages. The
+        request itself continues.
 
         Args:
-            over: True if some stages will not report their end. `done` is then resolved now.
+            over: True if some stages will not report their end. If so, `done` is resolved now.
         """
         self.error = self.error or why
         self.clear()
@@ -267,7 +272,8 @@ class Pending:
             self.done.set_result(None)
 
     def clear(self) -> None:
-        """Drop the values of this and later messages. Earlier snapshots keep their rows."""
+        """Drop the values that have arrived, and the values of later messages. Earlier snapshots
+        keep their rows."""
         self._reading, self._tables = False, {}
         if self._share is not None:
             self._share.give_back()
@@ -280,7 +286,7 @@ class Pending:
             finish_reason: as in vLLM. None while the request runs.
         """
         ids = Transcript(self.prompt_ids, output_ids, len(output_ids))
-        # Take the values before the error: `lose` sets the error, then drops the values.
+        # Take the values before the error, because `lose` sets the error and then drops the values.
         parts = ArrivedParts(self._tables)
         why = self._why()
         return ScopeResult(

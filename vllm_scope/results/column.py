@@ -23,7 +23,7 @@ class Column:
 
     Attributes:
         label: (site, layer, "before" or "after") of a stream, or the name of a probe or features.
-        source: the values: EncodedRows if the read has a codec, SparseRows for features.
+        source: the values. For a read with a codec, EncodedRows. For features, SparseRows.
         positions: int64 [n], ascending.
         row_shape: the shape of one row. `()` for scores.
         aggregates: float32 [n] if the probe has an aggregate, else None.
@@ -37,8 +37,8 @@ class Column:
 
     @property
     def values(self) -> Tensor:
-        """Rows [n, *row_shape], or float32 [n] scores, CPU. Each access decodes encoded rows again.
-        Must not be used for features."""
+        """The rows [n, *row_shape], or the scores (float32 [n]), on the CPU. Each access decodes
+        encoded rows again. A column of features has no `values`."""
         assert not isinstance(self.source, SparseRows)
         return shaped(decoded(self.source), self.row_shape)
 
@@ -48,10 +48,10 @@ class Column:
         return math.prod(self.source.shape) * self.source.dtype.itemsize
 
     def at(self, places: np.ndarray) -> Column:
-        """The column with only the values at `places`: int64 [m] indices into this column,
-        ascending."""
+        """The column with only the values at `places`. `places` are indices into this column, int64
+        [m], ascending."""
         first, last = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
-        # A slice is a view: torch copies no values and wakes no threads.
+        # A slice is a view. For a view, torch copies no values and wakes no threads.
         some = slice(first, last) if last - first == len(places) else torch.from_numpy(places)
         aggregates = None if self.aggregates is None else self.aggregates[some]
         return replace(
@@ -60,5 +60,5 @@ class Column:
 
 
 def shaped(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A view of the rows as [n, *shape]."""
+    """A view of the rows with the shape [n, *shape]."""
     return rows if rows.shape[1:] == shape else rows.view(len(rows), *shape)

@@ -1,7 +1,7 @@
 """Copies arrays with several threads.
 
 Owns:  Copiers, `shares_of` (divides copies among the threads).
-Runs:  `run` on the receiver's thread, which also copies one share.
+Runs:  `run` on the receiver's thread, which also makes a part of the copies.
 From:  table (the arrays to copy).
 """
 
@@ -13,9 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
-#: (target, source): arrays of the same shape and dtype. A copy can be cut along the first axis.
+#: (target, source), two arrays of the same shape and dtype. A copy can be cut along the first axis.
 Copy = tuple[np.ndarray, np.ndarray]
-#: Smaller totals are copied by the calling thread alone.
+#: If all copies together have fewer bytes, the calling thread alone makes the copies.
 PARALLEL_BYTES = 4 << 20
 MOST_COPIERS = 6
 
@@ -24,8 +24,8 @@ class Copiers:
     """Threads that copy. numpy releases the GIL while it copies.
 
     Args:
-        count: number of threads, with the calling thread. None: min(MOST_COPIERS, half of the
-            processors).
+        count: number of threads, including the calling thread. If None, half of the number of
+            processors, but at most MOST_COPIERS.
     """
 
     def __init__(self, count: int | None = None) -> None:
@@ -37,7 +37,7 @@ class Copiers:
             self._pool = ThreadPoolExecutor(self._count - 1, "vllm-scope-copy")
 
     def run(self, copies: Sequence[Copy]) -> None:
-        """Copy everything, then return. If a copy raises an error, `run` raises the error after all
+        """Make all copies, then return. If a copy raises an error, `run` raises the error after all
         threads have stopped copying."""
         total = sum(to.nbytes for to, _ in copies)
         if self._pool is None or total < PARALLEL_BYTES:
@@ -60,8 +60,8 @@ def copy_all(copies: Sequence[Copy]) -> None:
 
 
 def shares_of(copies: Sequence[Copy], count: int, total: int) -> list[list[Copy]]:
-    """The copies in `count` shares of about `total / count` bytes each. If a copy is larger than
-    the rest of a share, the copy is cut along its first axis."""
+    """The copies, divided into `count` shares of about `total / count` bytes each. If a copy is
+    larger than the rest of a share, the copy is cut along its first axis."""
     most = -(-total // count)
     shares: list[list[Copy]] = [[]]
     left = most

@@ -2,7 +2,7 @@
 
 Owns:  Cursor.
 Runs:  in the front-end, for one completion, on its event loop.
-From:  result (snapshots, in the order of time).   To: server.
+From:  result (snapshots, from the first to the last).   To: server.
 
 Promise: each value of a stream or probe is returned one time, in position order, as soon as the
 values of all earlier positions have arrived. After a preemption the engine computes positions
@@ -34,7 +34,7 @@ from vllm_scope.results.snapshot import Source, What
 
 @dataclass
 class _Track:
-    """A stream, or the numbers of a bank.
+    """One stream, or the numbers of one bank, whose new values are followed.
 
     Attributes:
         state: None while the bank's probes wait for the verdict of the first stage.
@@ -54,7 +54,7 @@ class _ProbeTrack:
 
     Attributes:
         readout: the probe's Readout. None for features.
-        waiting: for each cell, the numbers at positions that are still missing in another cell.
+        waiting: for each cell, the numbers at positions where another cell still has no numbers.
     """
 
     probe: ResolvedProbe | ResolvedFeatures
@@ -64,7 +64,8 @@ class _ProbeTrack:
     sent: list[Ints] = field(default_factory=list)
 
     def take(self, came: dict[int, Column]) -> Column | None:
-        """The new values, or None. `came`: id of a track -> the track's new values."""
+        """The new values, or None. `came` has the new values of each track, by the `id` of the
+        track."""
         parts: list[Column] = []
         for i, track in enumerate(self.cells):
             some = [column for column in (self.waiting[i], came.get(id(track))) if column]
@@ -93,7 +94,7 @@ class Cursor:
     """Follows the streams, probes and features of one completion from snapshot to snapshot.
 
     Args:
-        rows: True: follow streams too. False: only probes and features.
+        rows: if True, follow streams too. If False, follow only probes and features.
     """
 
     def __init__(self, rows: bool) -> None:
@@ -106,7 +107,8 @@ class Cursor:
     def look(self, result: ScopeResult) -> None:
         """Add the new values of a later snapshot."""
         self._num_prompt = result.num_prompt
-        #: Streams of one table have the same positions, therefore they share one call of `follow`.
+        #: The streams of one table have the same positions. Therefore one call of `follow` is
+        #: enough for all streams of a table.
         known: dict[tuple[int, ...], tuple[State, Ints, Places]] = {}
         for track in self._of(result):
             if track.state is None:
@@ -139,7 +141,7 @@ class Cursor:
             state = track.state
             first = self._begins(track.source.after) if state is None else state.settled
             # A probe that waits for a verdict begins after all positions that its first stage has
-            # scored so far. Therefore this probe does not lower the result.
+            # scored so far. Therefore a waiting probe does not make the result smaller.
             found += [] if first is None else [first]
         return min(found, default=0)
 
@@ -160,8 +162,8 @@ class Cursor:
         return [*found, *(column for column in scores if column is not None)]
 
     def verdicts(self) -> dict[str, Verdict]:
-        """Name of each probe with a verdict -> the verdict, from the values that `take` has
-        returned."""
+        """The verdict of each probe that has a verdict, by name. The verdicts come from the values
+        that `take` has returned."""
         found = ((t.probe.name, t.readout.verdict) for t in self._probes if t.readout)
         return {name: verdict for name, verdict in found if verdict is not None}
 
@@ -172,8 +174,8 @@ class Cursor:
         return {name: first for name, first in known.items() if first is not None}
 
     def _begins(self, after: str | None) -> int | None:
-        """The first position of probes with this `after`. None if the probe named `after` has no
-        verdict in the values taken so far."""
+        """The first position that is scored by probes with this `after`. None if the probe named
+        `after` has no verdict in the values taken so far."""
         first = next((track for track in self._probes if track.probe.name == after), None)
         if first is None or first.readout is None or first.readout.verdict is None:
             return None
@@ -235,7 +237,7 @@ def _joined(columns: Sequence[Column]) -> Column:
     if len(columns) == 1:
         return columns[0]
     sources = [column.source for column in columns]
-    # `s` is never SparseRows here: `take` converts features later.
+    # `s` is never SparseRows here, because `take` converts features later.
     data = joined_rows([s.data if isinstance(s, EncodedRows) else s for s in sources])  # type: ignore
     first = sources[0]
     source = EncodedRows(first.codec, data) if isinstance(first, EncodedRows) else data

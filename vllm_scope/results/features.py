@@ -1,6 +1,6 @@
 """The features of a result, by action.
 
-Owns:  SparseFeatures (of one action), Features (of all actions, by name).
+Owns:  SparseFeatures (the features of one action), Features (all SparseFeatures, by name).
 Runs:  in the front-end, and in every process that unpickles a result.
 From:  batch.sparse, scores.   To: result; server.encode.
 
@@ -33,16 +33,18 @@ class SparseFeatures:
         values: float32 [num_values], CPU. At each position, the largest value comes first.
         tokens: int64 [num_tokens], ascending: all positions that the SAE encoded. Positions without
             an active feature are in `tokens` too.
-        num_features: the SAE's number of features. None for `indices` of an SAE that is not TopK.
+        num_features: the SAE's number of features. None if the read has `indices` and the SAE is
+            not a TopK SAE.
         asked: the read's `indices`. None if the read has `top_k` instead.
 
-    `num_features` and `asked` are None if an earlier version wrote the file.
+    `num_features` and `asked` are None if an earlier version of this package wrote the file with
+    the features.
     """
 
     def __init__(self, rows: SparseRows, tokens: Tensor) -> None:
         self.tokens = tokens
         self.num_features, self.asked = rows.read.num_features, rows.read.asked
-        # numpy works on this thread alone. torch would wake a thread for each core.
+        # numpy sorts on this thread alone, but torch would wake a thread for each core.
         values, numbers = rows.values.numpy(), rows.indices.numpy()
         order = np.argsort(-values, axis=1, kind="stable")
         found, numbers = (np.take_along_axis(one, order, axis=1) for one in (values, numbers))
@@ -52,7 +54,7 @@ class SparseFeatures:
         self.values = torch.from_numpy(found[kept])
 
     def dense(self, index: int) -> Tensor:
-        """float32 [num_tokens]: the value of one feature at each of `tokens`. 0: no value.
+        """The value of one feature at each position in `tokens`, float32 [num_tokens].
 
         A value is 0 in three cases: the feature is not active, the value is below the read's
         `threshold`, or `top_k` other features of the token are stronger.
@@ -70,7 +72,7 @@ class SparseFeatures:
         """(index, value) of each feature at a position, the strongest feature first.
 
         Raises:
-            KeyError: the position was not encoded.
+            KeyError: the SAE did not encode this position.
         """
         if position not in self.tokens:
             raise KeyError(f"position {position} has no features; see tokens.")
@@ -81,10 +83,10 @@ class SparseFeatures:
     def save(self, path: str | PathLike[str]) -> None:
         """Write a file. If the path ends in `.safetensors`, the file has the tensors `positions`,
         `indices`, `values` and `tokens`. If the path ends in `.parquet`, the file has a table with
-        a row for each value (`files.features`). `metadata` is the file's metadata.
+        a row for each value (`files.features`). The file also has the contents of `metadata`.
 
         Raises:
-            FileError: the path has another ending.
+            FileError: the path ends in neither `.safetensors` nor `.parquet`.
             ConfigError: the path ends in `.parquet`, and pyarrow is missing.
         """
         if checked_ending(path, ".safetensors", ".parquet") == ".parquet":
@@ -107,7 +109,7 @@ class SparseFeatures:
 
     @cached_property
     def _places(self) -> Tensor:
-        """int64 [num_values]: for each value, the index of its position in `tokens`."""
+        """For each value, the index in `tokens` of the value's position, int64 [num_values]."""
         return torch.searchsorted(self.tokens, self.positions)
 
     def __len__(self) -> int:
@@ -124,7 +126,7 @@ class SparseFeatures:
 
 
 class Features(Named[SparseFeatures]):
-    """Name of a `Features` action -> the SparseFeatures of the action."""
+    """The SparseFeatures of each `Features` action, by the name of the action."""
 
     def __init__(self, table: ScoreTable, of: Snapshot) -> None:
         names = [name for name, one in table.features.items() if one.lens is None]

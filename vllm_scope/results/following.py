@@ -3,7 +3,8 @@
 Owns:  State, `follow` (finds the new values of a later snapshot that can be returned).
 To:    cursor.
 
-Promise: positions are returned in order, one time. Early values wait for earlier positions.
+Promise: each position is returned one time, in ascending order. A value that arrives early waits
+until the values of all earlier positions have arrived.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ from vllm_scope.request.selectors import Selector
 from vllm_scope.results.result import ScopeResult
 
 NONE: Ints = np.zeros(0, np.int64)
-#: Two int64 [n] arrays: for each value, the index of its part, and the value's index in this part.
+#: Two int64 [n] arrays. The first array has the index of each value's part, and the second array
+#: has the index of the value in this part.
 Places = tuple[Ints, Ints]
 
 
 @dataclass(frozen=True)
 class State:
-    """How far one stream or probe was followed. Streams whose rows arrive together share a State.
+    """The positions of one stream or probe that `follow` has looked at so far. Streams whose rows
+    arrive together share a State.
 
     Attributes:
-        seen: `follow` has looked at the positions below `seen`. Each of these positions was
-            returned, is due, or is not wanted.
+        seen: `follow` has looked at the positions below `seen`. Each position below `seen` was
+            returned, is in `due`, or is not wanted.
         due: wanted positions below `seen` that were not returned yet, ascending.
         taken: for each part, the number of values that `follow` has looked at.
-        early: positions that arrived before an earlier position, and the `Places` of the values.
+        early: positions that arrived before an earlier position, and the `Places` of their values.
     """
 
     seen: int
@@ -51,7 +54,8 @@ START = State(0, NONE, (), (NONE, (NONE, NONE)))
 def follow(
     state: State, selectors: Sequence[Selector], result: ScopeResult, arrived: Sequence[Ints]
 ) -> tuple[State, Ints, Places]:
-    """(State after a later snapshot, the positions that can be returned, the places of the values).
+    """Returns the State after a later snapshot, the positions that can be returned, and the
+    `Places` of the values at these positions.
 
     Args:
         arrived: for each part, all positions that have arrived.
@@ -65,7 +69,7 @@ def follow(
         taken=tuple(map(len, arrived)) or taken,
     )  # fmt: skip
     if len(fresh) == 1 and not len(state.early[0]):
-        # The usual case: the new positions are the next due positions, in order.
+        # In the usual case, the new positions are the next due positions, in the same order.
         came = arrived[fresh[0]][taken[fresh[0]] :]
         if np.array_equal(came, due[: len(came)]):
             places = np.arange(taken[fresh[0]], len(arrived[fresh[0]]))
@@ -85,7 +89,7 @@ def _in_order(
     came = np.concatenate([waiting, *(arrived[i][taken[i] :] for i in fresh)])
     parts = np.concatenate([parts, *(np.full(len(arrived[i]) - taken[i], i) for i in fresh)])
     places = np.concatenate([places, *(np.arange(taken[i], len(arrived[i])) for i in fresh)])
-    # Of each position, keep the value that was computed last. Drop positions that are not wanted.
+    # For each position, keep the value that was computed last. Drop positions that are not wanted.
     came, at = last_of_each(came)
     keep = (came >= state.seen) | np.isin(came, state.due)
     came, at = came[keep], at[keep]

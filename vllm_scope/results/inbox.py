@@ -52,26 +52,28 @@ class Inbox:
     """All pending requests of this process, and the receiver of their rows.
 
     Args:
-        num_copiers: number of threads that copy large messages, as `count` of Copiers.
+        num_copiers: number of threads that copy large messages. See `count` in Copiers.
         allocator: makes the memory for rows.
 
     Attributes:
         allocator: the argument.
-        budget: None offline, where there is no limit.
-        on_counters: the receiver calls this with the totals of a worker's sinks.
-        generation: grows if a worker may have dropped this process. Engines then connect again.
+        budget: the limits of the rows' bytes. None offline, where there is no limit.
+        on_counters: a function that the receiver calls with the totals of a worker's sinks.
+        generation: a number that grows when a worker may have dropped this process. Engines connect
+            again when the number has grown.
     """
 
     def __init__(self, num_copiers: int | None = None, allocator: CachingAllocator = PLAIN) -> None:
-        # Weak references: when vLLM drops a request, Python frees the request's rows too.
+        # The references are weak. When vLLM drops a request, Python frees the request's rows too.
         self._pending: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
         #: Requests whose senders are not the operator (Asker.operator). These senders get shorter
         #: manifests.
         self._outsiders: weakref.WeakSet[Pending] = weakref.WeakSet()
         # Keys must be unique over all front-ends, because all front-ends share the workers.
         self._keys = itertools.count(secrets.randbits(30) << 32)
-        #: Number of tokens that have arrived so far, in all messages. Arrival numbers are made from
-        #: this number. Arrival numbers decide which row of a position is the last.
+        #: Number of tokens that have arrived so far, in all messages. The arrival numbers of a
+        #: message's tokens count from this number. If a position has several rows, the row with the
+        #: largest arrival number is the last one.
         self._num_arrived = 0
         self._last_tap: _Tap | None = None
         self._copiers, self.allocator = Copiers(num_copiers), allocator
@@ -103,14 +105,14 @@ class Inbox:
         """Make the Pending of a new request.
 
         Args:
-            asked: the reads and probes that go to memory.
+            asked: the reads and probes whose values go to the sink `memory`.
             promised: number of bytes that the prompt delivers to this process
                 (budget.bytes_of_prompt).
             copies: number of completions of the request (`n`), which enter together.
 
         Raises:
-            SpecError: all copies together deliver more bytes than a key may ever hold.
-            CapacityError: the key has no room now, in memory or in files.
+            SpecError: all completions together deliver more bytes than one API key may ever hold.
+            CapacityError: the sender's API key has no room now, in memory or in files.
         """
         share, asker = None, asking.get()
         if self.budget is not None:
@@ -126,9 +128,9 @@ class Inbox:
         return pending
 
     def hold(self, num_bytes: int) -> Share | None:
-        """Count rows that are kept after the end of their request in the budget of the current
-        sender. The rows count until the returned Share is garbage-collected. Returns None offline.
-        Raises SpecError and CapacityError as `open` does."""
+        """Count `num_bytes` bytes in the budget of the current sender, for rows that are kept after
+        their request has ended. The bytes count until the returned Share is garbage-collected.
+        Returns None offline. Raises SpecError and CapacityError as `open` does."""
         return None if self.budget is None else Share(self.budget, num_bytes, 1, asking.get().owner)
 
     def forget(self, pending: Pending) -> None:
@@ -137,8 +139,8 @@ class Inbox:
         pending.clear()
 
     def renew(self) -> None:
-        """Make engines connect again. Callers use this if due rows do not arrive, because a worker
-        may have dropped this process."""
+        """Make engines connect again. Callers use this method if rows that are due do not arrive,
+        because a worker may have dropped this process."""
         self.generation += 1
 
     def listen(self, host: str) -> None:
@@ -163,7 +165,7 @@ class Inbox:
                     arrived[key] = pending
         whole = False
         try:
-            # Copy now: the worker may reuse the memory after `_on_rows` has returned.
+            # Copy now, because the worker may reuse the memory after `_on_rows` has returned.
             self._copiers.run([copy for one in arrived.values() for copy in one.copies()])
             whole = message.valid()
         finally:
@@ -222,7 +224,7 @@ def _added(
     try:
         pending.add(pieces, labels, some)
     except Exception:
-        # The result of this request counts the rows as dropped. The other requests go on.
+        # The result of this request counts the rows as dropped. The other requests continue.
         logger.exception("vllm-scope: rows of a request could not be kept")
         pending.revert()
         return False
@@ -245,7 +247,7 @@ def num_bytes_held() -> int:
 
 
 def inbox() -> Inbox:
-    """This process's inbox. The first call makes the inbox."""
+    """This process's inbox. The first call of this function makes the inbox."""
     global _inbox
     with _inbox_lock:
         if _inbox is None:
@@ -255,12 +257,14 @@ def inbox() -> Inbox:
 
 
 def share_memory(num_processes: int) -> None:
-    """Bound the memory that this process keeps for reuse. All `num_processes` have equal bounds."""
+    """Limit the memory that this process keeps for reuse. Each of the `num_processes` processes has
+    the same limit."""
     inbox().allocator.bound(reuse_bytes(num_processes=num_processes))
 
 
 def limit(most_bytes: int) -> None:
-    """Set the limit of bytes of this process's inbox. Only a server calls this."""
+    """Set the largest number of bytes of rows in this process's inbox. Only a server calls this
+    function."""
     global _budget
     with _inbox_lock:
         if _budget is None:

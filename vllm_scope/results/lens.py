@@ -1,6 +1,7 @@
 """The tokens of a lens in a result: for each layer and position, the likeliest tokens.
 
-Owns:  TopTokens (of one layer), LensTokens (of all layers of one LensTopK), Lenses (by name).
+Owns:  TopTokens (the tokens of one layer), LensTokens (the tokens of all layers of one LensTopK),
+       Lenses (all LensTokens, by name).
 Runs:  in the front-end, and in every process that unpickles a result.
 From:  batch.sparse, scores.   To: result; server.encode; analysis.lens.
 """
@@ -61,17 +62,18 @@ class TopTokens:
 
 
 class LensTokens(Mapping[int, TopTokens]):
-    """Layer -> the tokens of one LensTopK, layers ascending.
+    """The tokens of one LensTopK by layer. The layers are in ascending order.
 
     Args:
-        tokenizer: decodes token ids for the table in a notebook. None: the table shows ids.
+        tokenizer: decodes token ids for the table in a notebook. If None, the table shows ids.
     """
 
     def __init__(self, layers: Mapping[int, TopTokens], tokenizer: Any = None) -> None:
         self._layers, self._tokenizer = dict(sorted(layers.items())), tokenizer
 
     def decoded(self, tokenizer: Any) -> LensTokens:
-        """The same tokens with a tokenizer. A notebook then shows the texts of the tokens.
+        """LensTokens with the same tokens and with a tokenizer. A notebook then shows the texts of
+        the tokens.
 
         Args:
             tokenizer: an object with `decode`, such as `llm.get_tokenizer()`.
@@ -109,7 +111,7 @@ class LensTokens(Mapping[int, TopTokens]):
 
 
 class Lenses(Named[LensTokens]):
-    """Name of a LensTopK -> the tokens of this LensTopK."""
+    """The tokens of each LensTopK, by the name of the LensTopK."""
 
     def __init__(self, table: ScoreTable, of: Snapshot) -> None:
         self._layers: dict[str, list[int]] = {}

@@ -1,12 +1,12 @@
-"""The rows and scores of one completion, as the caller reads them.
+"""The rows and scores of one completion, in the form that the caller reads.
 
 Owns:  ScopeResult (a snapshot).
 Runs:  in the front-end, on any thread, and in every process that unpickles a result.
-From:  buffer.   To: streams and scores, as a Snapshot.
+From:  buffer.   To: streams, scores (which read the result as a Snapshot).
 
 Promise: a result has one row for each (site, layer, position) that was requested and processed. If
-a row was computed several times, the result has the last one of these rows. The counts tell whether
-a row is missing. Messages of stages and steps may arrive in any order.
+a row was computed several times, the result has the last one of these rows. `expected` and
+`delivered` show whether a row is missing. Messages of stages and steps may arrive in any order.
 """
 
 from __future__ import annotations
@@ -46,33 +46,36 @@ Status = Literal["streaming", "complete", "incomplete", "aborted", "failed"]
 class ScopeResult(OverStreams):
     """The rows and scores of one completion.
 
-    `result["resid_post", 5]` is a tensor [num_positions, hidden_size], model dtype, CPU, in
-    position order. At sites inside the attention, `result["q", 5]` is [num_positions, heads,
-    numbers of a head]. `result.positions("resid_post", 5)` are the absolute positions (index into
-    prompt + generated). Row p is the state while token p is processed. The token sampled last has
-    no row. If a stream was read before and after the edits of its site, the key takes a third word:
-    `result["resid_post", 5, "before"]`. Rows of a read with a codec are decoded.
-    `result.encoded("resid_post", 5)` returns the encoded rows.
+    `result["resid_post", 5]` is a tensor [num_positions, hidden_size] on the CPU, in the model's
+    dtype and in the order of positions. At a site inside the attention, such as "q", the tensor
+    `result["q", 5]` is [num_positions, heads, numbers of a head]. The absolute positions of the
+    rows are `result.positions("resid_post", 5)`. A position is an index into the prompt and the
+    generated tokens. The row of position p is computed while the model processes the token at
+    position p. The token sampled last has no row. If a stream was read before and after the edits
+    of its site, the key needs a third word: `result["resid_post", 5, "before"]`. Rows of a read
+    with a codec are decoded. `result.encoded("resid_post", 5)` returns the encoded rows.
 
     Attributes:
-        scores: name of a probe -> float32 [num_positions], at `scores.positions(name)`.
-        features: name of a `Features` -> SparseFeatures, with positions, indices and values.
-        lens: name of a `LensTopK` -> LensTokens, the likeliest tokens by layer.
-        aggregates: name of a probe with an aggregate -> float32 [num_positions]. The value at a
-            position is the aggregate of all scores up to this position.
-        verdicts: name of a probe with a threshold -> the first position at which the probe's value
-            was above the threshold, and the value at this position.
-        begun: name of a probe with `after` -> the first position that the probe scores. Probes
-            whose first stage has no verdict are left out.
+        scores: the scores of each probe by name, float32 [num_positions]. The positions of the
+            scores are `scores.positions(name)`.
+        features: the SparseFeatures (positions, indices, values) of each `Features` by name.
+        lens: the LensTokens (the likeliest tokens of each layer) of each `LensTopK` by name.
+        aggregates: for each probe with an aggregate, by name, float32 [num_positions]. The value at
+            a position is the aggregate of all scores up to this position.
+        verdicts: for each probe with a verdict, by name, the first position at which the probe's
+            value was above the threshold, and the value at this position.
+        begun: for each probe with `after`, by name, the first position that the probe scores.
+            Probes whose first stage has no verdict are left out.
         decisions: the decisions of the request's policy, in the order of positions. If the policy
             has stopped controlling the request, the last decision has an `error`.
         status: "streaming" while the request runs. "failed" if reads or edits failed (see `error`).
             After the end: "complete" if all requested values have arrived, "incomplete" if values
             are missing, "aborted" if the request was aborted.
         error: the reason if `status` is "failed", else None.
-        manifests: sink -> the request's manifest at this sink, for all sinks except memory. If a
-            manifest has the status "error", the result has the status "failed". If a manifest is
-            "partial", the result is "incomplete". Rows in memory are not affected.
+        manifests: the request's manifest at each sink except memory, by the sink's name. If a
+            manifest has the status "error", the result has the status "failed". If a manifest has
+            the status "partial", the result has the status "incomplete". The manifests have no
+            effect on the rows of the result.
         expected: number of rows and scores that the caller requested for the tokens processed so
             far. `expected` and `status` ignore scores of an operator's monitors.
         delivered: number of expected rows and scores that have arrived.
@@ -116,12 +119,13 @@ class ScopeResult(OverStreams):
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and generated tokens so far. `token_ids[p]` is the token at position p."""
+        """The ids of the prompt's tokens and of the tokens generated so far. `token_ids[p]` is the
+        token at position p."""
         return list(self._token_ids)
 
     @property
     def transcript(self) -> Sequence[int]:
-        """`token_ids` without a copy."""
+        """The same ids as `token_ids`, without a copy."""
         return self._token_ids
 
     @property
@@ -151,12 +155,10 @@ class ScopeResult(OverStreams):
 
     @property
     def verdicts(self) -> dict[str, Verdict]:
-        """Name of each probe that has a verdict -> position and value of the verdict."""
         return self._score_table.verdicts(self)
 
     @property
     def begun(self) -> dict[str, int]:
-        """Name of a probe with `after` -> the first position that the probe scores."""
         return self._score_table.begun(self)
 
     @property
@@ -179,7 +181,6 @@ class ScopeResult(OverStreams):
         return frozenset(edit.stream for edit in self._asked.edits)
 
     def keys(self) -> list[SiteLayer]:
-        """The streams that the request reads."""
         streams = self._stream_table.names()
         return list(dict.fromkeys((site, layer) for site, layer, _ in streams))
 
@@ -192,7 +193,8 @@ class ScopeResult(OverStreams):
     def encoded(
         self, site: str, layer: int | None = None, when: Phase | None = None
     ) -> EncodedRows | None:
-        """The encoded rows, with `codec` and `parts`. None if the read has no codec."""
+        """The encoded rows, which have the attributes `codec` and `parts`. None if the read has no
+        codec."""
         rows = self._rows_of(site, layer, when)[0]
         return rows if isinstance(rows, EncodedRows) else None
 
@@ -237,7 +239,8 @@ class ScopeResult(OverStreams):
         return self._status
 
     def columns(self) -> list[Column]:
-        """Columns of all streams, then probes, then features, each in the request's order."""
+        """The columns of all streams, then of all probes, then of all features. The streams, the
+        probes and the features are in the order of the request."""
         streams, table = self._stream_table, self._score_table
         rows = (streams.column(stream, self) for stream in streams.names())
         sparse = (Column(name, *table.sparse(name, self)) for name in table.features)
@@ -252,7 +255,7 @@ class ScopeResult(OverStreams):
         """The sources of streams, then of the numbers that scores and features are computed from.
 
         Args:
-            rows: False: leave out the sources of streams.
+            rows: if False, leave out the sources of streams.
         """
         streams = self._stream_table
         of_rows = map(streams.source, streams.names()) if rows else ()
@@ -265,21 +268,21 @@ class ScopeResult(OverStreams):
 
     def parts_of(self, source: Source) -> list[Part]:
         """The values of a source that have arrived so far, in order of arrival. A later snapshot
-        has the same values first, and may have more values."""
+        has the same values at the beginning, and may have further values."""
         return self.arrived(source.what, source.place)
 
     def wanted(self, selectors: Sequence[Selector], first: int = 0) -> np.ndarray:
-        """int64, ascending: the processed positions, from `first` on, that a selector selects."""
+        """The processed positions, from `first` on, that a selector selects, as ascending int64."""
         return wanted_positions(
             selectors, self._token_ids, self._num_prompt, self._status != "streaming", first
         )
 
     def as_cache(self) -> ActivationCache:
-        """The rows under TransformerLens's names, [1, num_positions, hidden_size]. At sites inside
-        the attention the shape is [1, num_positions, heads, numbers of a head].
+        """The rows by the names that TransformerLens uses, [1, num_positions, hidden_size]. At
+        sites inside the attention the shape is [1, num_positions, heads, numbers of a head].
 
         Raises:
-            SpecError: a position from 0 on was not read, or rows are missing.
+            SpecError: the request did not read all positions from 0 on, or rows are missing.
         """
         from vllm_scope.analysis.cache import ActivationCache
 
@@ -307,8 +310,9 @@ class ScopeResult(OverStreams):
         return self.picture()._repr_html_()
 
     def monitored(self) -> ScopeResult:
-        """A result with only the scores of an operator's monitors. Changes that the caller makes to
-        its own result do not change these scores. The new result refers to no memory of rows."""
+        """A result with only the scores of an operator's monitors. The scores stay the same if the
+        caller changes the result that it received. The new result keeps no reference to the memory
+        of the rows."""
         found = ScopeResult.__new__(ScopeResult)  # `copy.copy` would call __getstate__
         found.__dict__.update(self.__dict__)
         found._score_table, banks = self._score_table.monitors()

@@ -1,8 +1,8 @@
 """The scores and features of a result.
 
 Owns:  Scored (one probe's values), Asked (the probes and features of a spec), ScoreTable (the
-       values of all probes and features), Named (base class), Scores (the scores of probes by
-       name).
+       values of all probes and features), Named (base class of the mappings by name), Scores (the
+       scores of probes by name).
 Runs:  in the front-end.
 From:  table (the numbers of each bank), batch.readout.   To: result.
 """
@@ -30,8 +30,8 @@ from vllm_scope.results.snapshot import Snapshot
 T = TypeVar("T")
 #: A bank, its point, and the selector of the tokens whose numbers are wanted.
 CellKey = tuple[Bank, int, Selector]
-#: (point -> column, positions and arrivals as a Part, float32 [n, num_columns, numbers of the
-#: bank]).
+#: (The column of each point, the positions and arrivals as a Part, the numbers as float32 [n,
+#: num_columns, numbers of the bank]).
 _Table = tuple[dict[int, int], Part, np.ndarray]
 
 
@@ -51,7 +51,6 @@ class Scored(NamedTuple):
     verdict: Verdict | None = None
 
     def copied(self) -> Scored:
-        """A copy of all values in new memory."""
         aggregates = None if self.aggregates is None else self.aggregates.clone()
         return self._replace(scores=self.scores.clone(), aggregates=aggregates)
 
@@ -69,7 +68,7 @@ def cells_of(one: ResolvedProbe | ResolvedFeatures) -> list[CellKey]:
 
 
 def summed(one: ResolvedProbe | ResolvedFeatures, numbers: Sequence[Tensor]) -> Tensor:
-    """float32 [n, num_values]: the sum over the cells of a probe or of a `Features`.
+    """The sum over the cells of a probe or of a `Features`, float32 [n, num_values].
 
     Args:
         numbers: for each cell, the numbers of the cell's bank, [n, numbers of the bank].
@@ -86,9 +85,9 @@ class Asked:
     """The probes and features of a spec, in the groups that results use.
 
     Attributes:
-        probes, features: by name.
-        own: the names of all probes and features that do not belong to an operator's monitors. Only
-            own probes and features are in counts and in `tokens` of an answer.
+        probes, features: the probes and the features of the spec, by name.
+        own: the names of all probes and features that do not belong to an operator's monitors. The
+            counts and the `tokens` of an answer contain only the probes and features in `own`.
         aggregated: the probes with an aggregate.
         judging: the names of the probes that can have verdicts.
         later: the probes that wait for the verdict of another probe (`after`).
@@ -111,7 +110,7 @@ class Asked:
 
     @cached_property
     def banks(self) -> frozenset[Bank]:
-        """The kinds of numbers from which the probes and features are computed."""
+        """The banks that compute the numbers for the probes and features."""
         every: Iterable[ResolvedProbe | ResolvedFeatures]
         every = chain(self.probes.values(), self.features.values())
         return frozenset(bank for one in every for bank, _, _ in cells_of(one))
@@ -131,8 +130,8 @@ class Asked:
 class ScoreTable:
     """The scores of all probes and all features in one snapshot, computed at first use.
 
-    The snapshot refers to the table. The table does not refer to the snapshot. Therefore Python
-    frees the memory without the garbage collector.
+    The snapshot has a reference to the table, but the table has no reference to the snapshot.
+    Without a cycle of references, Python frees the memory without the garbage collector.
     """
 
     def __init__(self, asked: Asked) -> None:
@@ -141,7 +140,7 @@ class ScoreTable:
         self._sparse: dict[str, tuple[SparseRows, Ints]] = {}
         self._numbers: dict[CellKey, tuple[Tensor, Ints]] = {}
         self._tables: dict[Bank, _Table | None] = {}
-        #: (ids of the parts' position arrays, tokens, first stage) -> (the chosen values, the
+        #: Maps (ids of the parts' position arrays, tokens, first stage) to (the chosen values, the
         #: parts). The parts are kept because a new array could get the id of a freed array.
         self._chosen: dict[
             tuple[tuple[int, ...], Selector, str | None], tuple[Chosen, Sequence[Part]]
@@ -157,7 +156,7 @@ class ScoreTable:
         return ScoreTable(known)
 
     def monitors(self) -> tuple[ScoreTable, frozenset[Bank]]:
-        """(A new table with only an operator's monitors, the kinds of numbers in this table)."""
+        """A new table with only the operator's monitors, and the banks of these monitors."""
         return ScoreTable(self._asked.monitors), self._asked.monitors.banks
 
     @property
@@ -170,12 +169,10 @@ class ScoreTable:
 
     @property
     def own_probes(self) -> list[str]:
-        """The names of the probes that the caller requested."""
         return [name for name in self.probes if name in self._asked.own]
 
     @property
     def aggregated(self) -> Mapping[str, ResolvedProbe]:
-        """The probes with an aggregate."""
         return self._asked.aggregated
 
     def score(self, name: str, of: Snapshot) -> Scored:
@@ -188,7 +185,7 @@ class ScoreTable:
         return self._found[name]
 
     def sparse(self, name: str, of: Snapshot) -> tuple[SparseRows, Ints]:
-        """(The features of the action with this name, the positions of the features)."""
+        """Returns the features of the action with this name, and the positions of the features."""
         if name not in self._sparse:
             asked = self.features[name]
             words, positions = self._summed(asked, of)
@@ -237,7 +234,8 @@ class ScoreTable:
         ]
         total = parts[0]
         if len(parts) > 1:
-            # Add in the order of `summed`. numpy takes a third of torch's time for few numbers.
+            # Add in the same order as `summed`. numpy takes a third of torch's time for few
+            # numbers.
             with np.errstate(over="ignore", invalid="ignore"):
                 total = parts[0] + parts[1]
                 for more in parts[2:]:
@@ -245,7 +243,8 @@ class ScoreTable:
         return torch.from_numpy(total), chosen.positions
 
     def _table_of(self, bank: Bank, of: Snapshot) -> _Table | None:
-        """A bank's numbers, or None if not all columns are in one table with equal positions."""
+        """A bank's numbers. None if the numbers are not all in one table, or if the columns of this
+        table have different positions."""
         if bank not in self._tables:
             table = of.only_table(bank)
             found = None if table is None else table.together()
@@ -264,13 +263,13 @@ class ScoreTable:
         return None if verdict is None else one.begins(verdict.position, of.num_prompt)
 
     def verdicts(self, of: Snapshot) -> dict[str, Verdict]:
-        """Name of a probe -> the probe's verdict. Probes without a verdict are left out."""
+        """The verdict of each probe, by name. Probes without a verdict are left out."""
         found = {name: self.score(name, of).verdict for name in self._asked.judging}
         return {name: verdict for name, verdict in found.items() if verdict is not None}
 
     def begun(self, of: Snapshot) -> dict[str, int]:
-        """Name of a probe with `after` -> the first position that the probe scores. Probes whose
-        first stage has no verdict are left out."""
+        """The first position that each probe with `after` scores, by the name of the probe. Probes
+        whose first stage has no verdict are left out."""
         found = {probe.name: self.begins(probe, of) for probe in self._asked.later}
         return {name: first for name, first in found.items() if first is not None}
 
@@ -283,8 +282,8 @@ class ScoreTable:
     def _of(
         self, key: CellKey, one: ResolvedProbe | ResolvedFeatures, of: Snapshot
     ) -> tuple[Tensor, Ints]:
-        """(The numbers of a cell, the positions of the numbers). All probes of the cell's bank
-        begin at the same position."""
+        """Returns the numbers of a cell, and the positions of the numbers. All probes of the cell's
+        bank begin at the same position."""
         known = self._numbers.get(key)
         if known is None:
             bank, point, _ = key
@@ -300,8 +299,8 @@ class ScoreTable:
     def _choose(
         self, parts: Sequence[Part], one: ResolvedProbe | ResolvedFeatures, of: Snapshot
     ) -> Chosen:
-        """The values to use from some parts. Layers that are computed together share their position
-        arrays. Therefore the choice for these layers is made one time."""
+        """The values of some parts that a probe or a `Features` uses. Layers that are computed
+        together share their position arrays, and the choice is made one time for all of them."""
         key = tuple(id(part.positions) for part in parts), one.tokens, one.after
         known = self._chosen.get(key)
         if known is None:
@@ -309,7 +308,8 @@ class ScoreTable:
         return known[0]
 
     def accounts(self, of: Snapshot) -> Iterator[tuple[Ints, Ints, int]]:
-        """(wanted positions, positions that arrived, number of probes), without monitors."""
+        """Yields (wanted positions, positions that arrived, number of probes or features), without
+        monitors."""
         for keys, first, count in self._asked.alike:
             yield self._wanted(first, of), self._arrived(keys, first.name, of), count
 
@@ -347,7 +347,7 @@ def positions_of(parts: Sequence[Part]) -> Ints:
 
 
 class Named(Mapping[str, T]):
-    """Values of a result, by the names in the request. A value is made at each access."""
+    """Values of a result, by the names in the request. Each access makes a new value."""
 
     def __init__(self, names: Collection[str], table: ScoreTable, of: Snapshot) -> None:
         self._names, self._table, self._of = names, table, of
@@ -370,10 +370,11 @@ class Named(Mapping[str, T]):
 
 
 class Scores(Named[Tensor]):
-    """Name of a probe -> the probe's scores, float32 [num_positions], CPU, in position order.
+    """The scores of each probe by name, float32 [num_positions], CPU, in position order.
 
     Args:
-        aggregates: True: aggregates instead of scores, only for probes with an aggregate.
+        aggregates: if True, the mapping has aggregates instead of scores, and has only the probes
+            with an aggregate.
     """
 
     def __init__(self, table: ScoreTable, of: Snapshot, aggregates: bool = False) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 StreamKey = tuple[str, int, Phase]
 #: The kind of values: raw rows (None), encoded rows, or numbers of a bank of probes.
 What = Head | None
-#: Kind of values -> point -> the parts that arrived.
+#: The parts that arrived, by the kind of their values and by point.
 Parts = Mapping[What, Mapping[int, list[Part]]]
 
 
@@ -34,7 +34,7 @@ class Source:
         label: as in Column. None for the numbers of a bank.
         place: the point.
         row_shape: as in Column.
-        after: for a bank, as in Probe.
+        after: for a bank, the `after` of the bank's probes.
     """
 
     label: StreamKey | None
@@ -52,13 +52,14 @@ class Snapshot(Protocol):
         """The parts with values of the kind `what`, at the point `place`."""
 
     def arrived_of(self, what: What) -> Mapping[int, list[Part]]:
-        """Point -> the parts with values of the kind `what` at this point."""
+        """The parts with values of the kind `what`, by point."""
 
     def only_table(self, what: What) -> FrozenTable | None:
-        """The table that has all values of a kind. None if there is no such table."""
+        """The table that has all values of a kind. None if there is no table, or several tables,
+        with values of this kind."""
 
     def wanted_by(self, selectors: Sequence[Selector]) -> Ints:
-        """The processed positions that a selector selects."""
+        """The processed positions that at least one of the selectors selects."""
 
     @property
     def num_prompt(self) -> int: ...

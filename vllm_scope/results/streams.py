@@ -23,15 +23,16 @@ from vllm_scope.results.column import Column, shaped
 from vllm_scope.results.scores import positions_of
 from vllm_scope.results.snapshot import Snapshot, Source, StreamKey
 
-#: (rows or encoded rows [n, ...], positions of the rows, int64 [n]).
+#: (The rows or encoded rows [n, ...], the positions of the rows as int64 [n]).
 Rows = tuple[Tensor | EncodedRows, Ints]
 
 
 class StreamTable:
-    """The rows of all streams in one snapshot. A stream's parts are joined at its first use.
+    """The rows of all streams in one snapshot. The parts of a stream are joined when the stream is
+    used for the first time.
 
-    The snapshot refers to the table. The table does not refer to the snapshot. Therefore Python
-    frees the memory without the garbage collector.
+    The snapshot has a reference to the table, but the table has no reference to the snapshot.
+    Without a cycle of references, Python frees the memory without the garbage collector.
     """
 
     def __init__(self, sources: Mapping[StreamKey, Source], sites: Sites) -> None:
@@ -49,12 +50,11 @@ class StreamTable:
         return StreamTable(known[1], sites)
 
     def names(self) -> list[StreamKey]:
-        """The streams that the request reads."""
         return list(self._sources)
 
     def find(self, key: SiteLayer | StreamKey | str) -> StreamKey:
-        """The stream of a key, whose site may be an alias. Raises KeyError if there is no
-        stream."""
+        """The stream that a key names. The site in the key may be an alias. Raises KeyError if the
+        request does not read this stream."""
         words = tuple(key) if isinstance(key, tuple | list) else (key, layer_of(key, None))
         site = ALIASES.get(str(words[0]), words[0])
         asked = self.names()
@@ -71,7 +71,7 @@ class StreamTable:
         raise KeyError(f"{key} was not asked for; this request read {names}.")
 
     def rows(self, stream: StreamKey, of: Snapshot) -> Rows:
-        """The last row of each wanted position."""
+        """For each wanted position, the row that was computed last."""
         if stream not in self._rows:
             encoding = self._sources[stream].what
             if not isinstance(encoding, Encoding):
@@ -105,7 +105,7 @@ class StreamTable:
         return self._sources[stream]
 
     def accounts(self, of: Snapshot) -> Iterator[tuple[Ints, Ints, int]]:
-        """(wanted positions, positions that arrived, number of streams).
+        """Yields (wanted positions, positions that arrived, number of streams).
 
         Streams with identical position arrays are counted together.
         """
@@ -119,8 +119,8 @@ class StreamTable:
         yield from found.values()
 
     def own(self, of: Snapshot) -> StreamTable:
-        """A copy with all rows in new memory. If a view were pickled, pickle would store its whole
-        table."""
+        """A copy with all rows in new memory. If a view were pickled, pickle would store the whole
+        table of the view."""
         found = StreamTable(self._sources, self._sites)
         for stream in self.names():
             rows, positions = self.rows(stream, of)
@@ -134,7 +134,7 @@ class StreamTable:
 
 
 def _sources_of(asked: Resolved, sites: Sites) -> dict[StreamKey, Source]:
-    """Stream -> the stream's source, in the request's order."""
+    """The source of each stream, in the order of the request."""
     found: dict[StreamKey, Source] = {}
     for read in asked.reads:
         for site, layer in read.streams:

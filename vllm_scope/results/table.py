@@ -1,7 +1,8 @@
 """Values of one request by column, in the order of their arrival.
 
 Owns:  Table, FrozenTable (a table's contents in one snapshot), ArrivedParts (all tables' parts).
-Runs:  in the front-end. The receiver's thread makes room. Copiers write values. Any thread reads.
+Runs:  in the front-end. The receiver's thread makes room for values. Copiers write the values. Any
+       thread may read the values.
 From:  buffer.   To: copiers (the copies to make), result.
 
 Promise: no thread writes to memory that a snapshot shares.
@@ -22,8 +23,8 @@ from vllm_scope.results.allocator import PLAIN, CachingAllocator
 from vllm_scope.results.copiers import Copy
 from vllm_scope.results.snapshot import What
 
-#: `write` itself copies up to this number of bytes, because threads would need longer for small
-#: copies.
+#: `write` itself copies values of at most this number of bytes, because threads would need longer
+#: for small copies.
 SMALL_BYTES = 4096
 
 
@@ -41,7 +42,8 @@ class TableKey(NamedTuple):
     also: tuple[tuple[int, int], ...] = ()
 
     def names(self, wanted: Set[int]) -> dict[int, tuple[int, ...]]:
-        """Each column with wanted points -> the wanted points whose values are in the column."""
+        """The wanted points with values in each column. Columns without wanted points are left
+        out."""
         called = {column: [column] for column in self.columns}
         for name, column in self.also:
             if column in called:
@@ -53,10 +55,11 @@ class TableKey(NamedTuple):
 class Table:
     """The values of some columns of one request, in order of arrival.
 
-    A column is a point. Snapshots share the table's memory, because the table is append-only.
+    A column is named by a point. Values are only appended, therefore snapshots can share the
+    table's memory.
 
     Args:
-        names: as TableKey.names returns them.
+        names: the points of each column, in the form that TableKey.names returns.
         allocator: makes the memory for the values.
 
     Attributes:
@@ -81,14 +84,15 @@ class Table:
         #: `_counts` counts only committed values, which snapshots see. `_placed` also counts added
         #: values that are not committed.
         self._counts, self._placed = [0], [0]
-        #: Number of values at the beginning whose labels are the same in all columns. None if the
-        #: columns can no longer share labels.
+        #: Number of values, counted from the first value, whose labels are the same in all columns.
+        #: None if the columns can no longer share labels.
         self._num_alike: int | None = 0
         #: The added values that are not copied yet: (index into `_values`, the values).
         self._coming: list[tuple[slice | tuple[slice, int], np.ndarray]] = []
 
     def write(self, labels: np.ndarray, values: np.ndarray, room: int) -> None:
-        """Add tokens with a value in every column. `copies` returns the copies to make.
+        """Add tokens with a value in every column. `copies` then returns the copies that the caller
+        must make.
 
         Args:
             labels: int64 [2, num_tokens], positions and arrivals.
@@ -97,7 +101,7 @@ class Table:
         """
         first = self._placed[0]
         if len(self._placed) > 1 and self._placed.count(first) != len(self._placed):
-            # A column lost a message, therefore the columns have different lengths.
+            # A column missed a message, therefore the columns have different lengths.
             for at, column in enumerate(self.columns):
                 self.write_one(column, labels, values[:, at], room)
             return
@@ -113,8 +117,8 @@ class Table:
     def write_one(self, column: int, labels: np.ndarray, values: np.ndarray, room: int) -> None:
         """Add tokens with a value in one column. values: uint8 [num_tokens, bytes]."""
         if len(self._counts) < len(self.columns):
-            # Set the counts after the labels: a snapshot on another thread needs labels for each
-            # count.
+            # Set the counts after the labels, because a snapshot on another thread needs a label
+            # for each counted value.
             if self._labels.shape[1] == 1:
                 self._labels = self._labels.repeat(len(self.columns), axis=1)
             if self._num_alike is not None:
@@ -130,7 +134,7 @@ class Table:
         self._placed = [*self._placed[:at], last, *self._placed[at + 1 :]]
 
     def copies(self) -> list[Copy]:
-        """The copies that the caller must make before `commit`, without small values."""
+        """The copies that the caller must make before `commit`. Small values are already copied."""
         return [(self._values[where], values) for where, values in self._coming]
 
     def commit(self) -> None:
@@ -141,7 +145,8 @@ class Table:
             self._rejoin(self._num_alike)
 
     def _rejoin(self, num_alike: int) -> None:
-        """If all taps of a step drained tap by tap have arrived, let columns share labels again."""
+        """Let columns share labels again, if a step was drained tap by tap and the values of all
+        taps have arrived."""
         count = self._counts[0]
         if self._counts.count(count) < len(self._counts):
             return
@@ -168,12 +173,12 @@ class Table:
 
     def freeze(self) -> FrozenTable:
         """The contents of the table now."""
-        # Read the counts before the arrays: another thread may replace the arrays by larger arrays.
+        # Read the counts before the arrays, because another thread may replace the arrays.
         counts = tuple(self._counts)
         return FrozenTable(self._names, counts, self._labels, self._values, self._dtype)
 
 
-@dataclass(eq=False)  # not frozen: a frozen object takes twice the time to make
+@dataclass(eq=False)  # not frozen, because a frozen object takes twice the time to make
 class FrozenTable:
     """The contents of a table at one time. The contents never change.
 
@@ -189,8 +194,9 @@ class FrozenTable:
     dtype: torch.dtype
 
     def together(self) -> tuple[Part, np.ndarray] | None:
-        """(All columns as one Part of uint8 rows, the same bytes as [n, num_columns, bytes]). None
-        if the table is empty, or if the columns have different positions."""
+        """Returns all columns as one Part of uint8 rows, and the same bytes as an array [n,
+        num_columns, bytes]. None if the table is empty, or if the columns have different
+        positions."""
         if not self.values.size or len(self.counts) != 1:
             return None
         values = self.values[: self.counts[0]]
@@ -198,20 +204,20 @@ class FrozenTable:
 
     @cached_property
     def _shared(self) -> tuple[np.ndarray, np.ndarray]:
-        """The positions and arrivals of all columns. Must be used only if the columns share their
-        labels. Each access returns the same objects."""
+        """The positions and arrivals of all columns. This property may be used only if the columns
+        share their labels. Each access returns the same objects."""
         positions, arrivals = self.labels[:, 0, : self.counts[0]]
         return positions, arrivals
 
     def parts(self) -> dict[int, Part]:
-        """Point -> views of the point's values."""
+        """Views of the values of each point, by point."""
         if not self.values.size:
             return {}
         labels, counts = self.labels, self.counts
         values = torch.from_numpy(self.values).view(self.dtype)
         if len(counts) == 1:
-            # All columns share these arrays: ScopeResult counts columns with identical arrays
-            # together.
+            # All columns share these arrays, because ScopeResult counts columns with identical
+            # arrays together.
             positions, arrivals = self._shared
             return {
                 name: Part(positions, arrivals, rows)
@@ -245,12 +251,14 @@ class ArrivedParts(Mapping[What, Mapping[int, list[Part]]]):
         return found
 
     def only_table(self, what: What) -> FrozenTable | None:
-        """The table of a kind of values. None if the kind does not have exactly one table."""
+        """The table of a kind of values. None if there is no table, or several tables, with values
+        of this kind."""
         found = [table for kind, table in self._tables if kind == what]
         return found[0] if len(found) == 1 else None
 
     def only(self, kinds: Set[What]) -> ArrivedParts:
-        """The parts of some kinds of values. The new object refers to no memory of other kinds."""
+        """Only the parts whose values are of these kinds. The new object keeps no reference to the
+        memory of other kinds."""
         found = ArrivedParts({})
         found._tables = [(what, table) for what, table in self._tables if what in kinds]
         return found

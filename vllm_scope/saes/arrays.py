@@ -1,10 +1,10 @@
 """Maps the tensors of a file, and reads the JSON files of SAEs.
 
-Owns:  the readers of safetensors and npz files, and of configurations; `Given`.
-To:    the loaders of all formats.
+Owns:  the readers of safetensors files, npz files and configurations; `Given`.
+To:    the loaders of all SAE formats.
 
-Promise: a tensor is a view of the mapped file. Therefore only the used numbers are read. A tensor
-lies within its file: a header cannot claim more memory. Code in a file is never run.
+Promise: each tensor is a view of a file that is mapped into memory. Therefore only the numbers that
+are used are read from disk. A tensor larger than its file is refused. Code in a file is never run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class Given:
-    """Properties of an SAE from the caller. If a field is None, the SAE's files give the value."""
+    """Properties that the caller gave for an SAE. If a field is None, the SAE's files give it."""
 
     name: str
     place: Place | None = None
@@ -42,7 +42,8 @@ class Given:
 
 
 def read_config(path: Path, kind: type[Config], what: str = "an SAE") -> Config:
-    """Read the configuration in a JSON file as an object of type `kind`. Other fields are ignored.
+    """Read the configuration in a JSON file as an object of type `kind`. Other fields in the file
+    are ignored.
 
     Raises:
         SpecError: the file is too large or not JSON, or a field has the wrong type.
@@ -79,19 +80,19 @@ def map_npz(path: Path) -> Tensors:
                     shape, fortran, dtype = read_npy_header(member)
                     start = _data_start(view, info) + member.tell()
                 if dtype.kind != "f" or fortran:
-                    raise ValueError(f"{shown(info.filename)} is not of floats in C order")
+                    raise ValueError(f"{shown(info.filename)} does not have floats in C order")
                 array = np.frombuffer(view, dtype, int(np.prod(shape, dtype=object)), start)
                 name = info.filename.removesuffix(".npy")
                 tensors[name] = torch.from_numpy(array.reshape(shape))
     except OSError:
         raise
-    except Exception as error:  # zipfile and numpy's parser raise many types
+    except Exception as error:  # zipfile and numpy's parser raise many types of errors
         raise SpecError(f"{path} is not an .npz that can be read: {error}.") from None
     return tensors
 
 
 def _data_start(view: mmap.mmap, info: zipfile.ZipInfo) -> int:
-    """The offset of a member's bytes in the file, after local header, name and extra field."""
+    """The offset of a zip member's data, which follow the member's header, name and extra field."""
     of_name, of_extra = struct.unpack_from("<HH", view, info.header_offset + 26)
     return info.header_offset + 30 + int(of_name) + int(of_extra)
 
@@ -99,8 +100,8 @@ def _data_start(view: mmap.mmap, info: zipfile.ZipInfo) -> int:
 def only(
     tensors: Tensors, needed: Collection[str], path: Path, optional: Collection[str] = ()
 ) -> Tensors:
-    """Check the tensors, and return them. Raises SpecError if a needed tensor is missing, if there
-    are other tensors than needed and optional ones, or if a needed weight is not a matrix."""
+    """Check and return the tensors of a file. Raises SpecError if a needed tensor is missing, if a
+    tensor is neither needed nor optional, or if a needed weight is not a matrix."""
     for name in needed:
         if name not in tensors:
             raise SpecError(
@@ -111,7 +112,7 @@ def only(
             raise SpecError(f"{path}: {shown(name)} has shape {shape}; it must be a matrix.")
     if more := sorted(set(tensors) - set(needed) - set(optional)):
         raise SpecError(
-            f"{path} has {shown(more[0])}, which an SAE of this format does not have: it has "
-            f"{', '.join((*needed, *optional))}."
+            f"{path} has {shown(more[0])}, which an SAE of this format does not have; the tensors "
+            f"of this format are {', '.join((*needed, *optional))}."
         )
     return tensors

@@ -3,19 +3,20 @@ all later layers.
 
 Owns:  CrossLayerTranscoder, EncoderOfClt, `load_clt`, `load_encoders`, `load_encoder`.
 Runs:  on the CPU, anywhere with torch.
-From:  the folder that circuit-tracer writes.   To: load (the encoders), analysis (the decoders).
+From:  the folder that circuit-tracer writes. To: load (uses the encoders), callers of `load_clt`.
 
-Promise: matrices are views of mapped files. A layer's encoder is an Sae: a worker can hold the
-encoder like any other Sae. No worker holds a decoder.
+Promise: matrices are views of files that are mapped into memory. The encoder of a layer has the
+type `Sae`. Therefore a worker can hold the encoder like any other SAE. No worker holds a decoder.
 
 | file                   | tensors                                                             |
 |------------------------|---------------------------------------------------------------------|
 | `W_enc_{i}.safetensors`| `W_enc_{i}` [d_sae, d_model], `b_enc_{i}` [d_sae], `b_dec_{i}` [d_out];
-|                        | maybe `threshold_{i}` [d_sae], `W_skip_{i}` [d_model, d_out]         |
+|                        | optional: `threshold_{i}` [d_sae], `W_skip_{i}` [d_model, d_out]     |
 | `W_dec_{i}.safetensors`| `W_dec_{i}` [d_sae, number of layers - i, d_out]                     |
-| `config.yaml`          | maybe: `feature_input_hook`, `feature_output_hook`                   |
+| `config.yaml`          | optional: `feature_input_hook`, `feature_output_hook`                |
 
-f_i are the features that the encoder of layer i computes from the row x_i. Then:
+f_i are the features that the encoder of layer i computes from the row x_i. The CLT computes this
+row y_l for the output of layer l:
 
     y_l = sum_{i <= l} f_i . W_dec_i[:, l - i] + b_dec_l + x_l . W_skip_l
 
@@ -47,12 +48,14 @@ _ENCODERS = re.compile(r"W_enc_([0-9]{1,5})\.safetensors")
 
 @dataclass(frozen=True, eq=False)
 class EncoderOfClt(Sae):
-    """The encoder of one layer. `decoder` has the vectors for the output of the same layer."""
+    """The encoder of one layer. `decoder` has the features' vectors for the output of the same
+    layer."""
 
     def decode(self, features: Tensor, x: Tensor | None = None) -> Tensor:
         raise self._wrong(
-            "it is one layer of a cross-layer transcoder, whose rows are made of several layers' "
-            "features; use vllm_scope.saes.cross_layer.load_clt and its decode"
+            "it is one layer of a cross-layer transcoder, and a decoded row needs the features of "
+            "several layers; use CrossLayerTranscoder.decode, after "
+            "vllm_scope.saes.cross_layer.load_clt"
         )
 
 
@@ -63,7 +66,7 @@ class CrossLayerTranscoder:
     Attributes:
         name: the CLT's name in messages.
         encoders: the encoder of each layer, from layer 0.
-        decoders: for each layer i a tensor [d_sae, number of layers - i, d_out], CPU.
+        decoders: for each layer i, a tensor [d_sae, number of layers - i, d_out] on the CPU.
 
     Raises:
         SpecError: shapes disagree.
@@ -79,8 +82,8 @@ class CrossLayerTranscoder:
             shape = [self.encoders[i].d_sae, len(self.encoders) - i, d_out]
             if list(decoder.shape) != shape or not decoder.is_floating_point():
                 raise self._wrong(
-                    f"its W_dec_{i} is {decoder.dtype} {list(decoder.shape)}; it must be of "
-                    f"floats, {shape}"
+                    f"W_dec_{i} is {decoder.dtype} {list(decoder.shape)}; it must have "
+                    f"floats and the shape {shape}"
                 )
 
     @torch.no_grad()
@@ -88,27 +91,30 @@ class CrossLayerTranscoder:
         """The rows that the CLT computes for the output of a layer.
 
         Args:
-            features: the features of layers 0 to `layer`, [..., d_sae] each, any float dtype, CPU.
-            x: [..., d_model], the input rows of this layer's encoder. Only if the layer has a skip.
+            features: one tensor [..., d_sae] of features for each of the layers 0 to `layer`, in
+                any float dtype, on the CPU.
+            x: [..., d_model], the input rows of this layer's encoder, if the layer has a skip
+                matrix. Otherwise None.
 
         Returns:
             [..., d_out], float32.
 
         Raises:
             SpecError: the CLT does not have the layer, `features` has a wrong number of layers or a
-                wrong shape, weights are not finite, `x` is missing although the layer has a skip,
-                or `x` is given although the layer has no skip.
+                wrong shape, weights are not finite, `x` is missing although the layer has a skip
+                matrix, or `x` is given although the layer has no skip matrix.
         """
         self._check_layer(layer)
         encoder = self.encoders[layer]
         if len(features) != layer + 1:
             raise self._wrong(
-                f"features are of {len(features)} layers; layer {layer} is made of those of "
-                f"{layer + 1} layers, from 0"
+                f"features are of {len(features)} layers; the output of layer {layer} needs the "
+                f"features of {layer + 1} layers, from layer 0"
             )
         if (x is None) != (encoder.skip is None):
             raise self._wrong(
-                "decode takes the rows that were encoded, x, if the layer has a skip, and only then"
+                "decode needs x, the rows that were encoded, if the layer has a skip matrix, and "
+                "refuses x otherwise"
             )
         found = encoder.decoder_bias
         for i, some in enumerate(features):
@@ -144,24 +150,24 @@ class CrossLayerTranscoder:
     def _finite(self, layer: int, some: Tensor) -> Tensor:
         rows = some.float()
         if not rows.isfinite().all():
-            raise self._wrong(f"its W_dec_{layer} has a number that is not finite in float32")
+            raise self._wrong(f"W_dec_{layer} has a number that is not finite in float32")
         return rows
 
     def _check_layer(self, layer: int) -> None:
         if type(layer) is not int or not 0 <= layer < len(self.encoders):
-            raise self._wrong(f"layer is {shown(layer)}; it has 0 to {len(self.encoders) - 1}")
+            raise self._wrong(f"layer is {shown(layer)}; layers are 0 to {len(self.encoders) - 1}")
 
     def _wrong(self, what: str) -> SpecError:
         return SpecError(f"the cross-layer transcoder {shown(self.name)}: {what}.")
 
 
 def is_clt(path: Path) -> bool:
-    """True for the folder of a CLT."""
+    """True if `path` is the folder of a CLT."""
     return (path / ENCODER.format(0)).is_file()
 
 
 def layer_in(path: Path) -> int | None:
-    """The layer of an encoder's file. None for any other file."""
+    """The layer number in the name of an encoder's file. None for the name of any other file."""
     match = _ENCODERS.fullmatch(path.name)
     return None if match is None else int(match[1])
 
@@ -171,10 +177,10 @@ def load_clt(path: str | Path, *, name: str | None = None) -> CrossLayerTranscod
 
     Args:
         path: the folder.
-        name: the CLT's name in messages. None: the path.
+        name: the CLT's name in messages. If None, the path is the name.
 
     Raises:
-        SpecError: the format is another one, a file is malformed, or layers are missing.
+        SpecError: the folder has another format, a file is malformed, or layers are missing.
         OSError: a file cannot be read.
     """
     folder = Path(path)
@@ -185,7 +191,7 @@ def load_clt(path: str | Path, *, name: str | None = None) -> CrossLayerTranscod
 
 
 def load_encoders(folder: Path, name: str) -> tuple[EncoderOfClt, ...]:
-    """The encoders of all layers. The encoder of layer i is called NAME.i. Raises as `load_clt`."""
+    """Load the encoders NAME.i of all layers i. Raises the same errors as `load_clt`."""
     layers = sorted(layer for file in folder.iterdir() if (layer := layer_in(file)) is not None)
     if not layers or layers != list(range(len(layers))):
         raise SpecError(
@@ -196,11 +202,11 @@ def load_encoders(folder: Path, name: str) -> tuple[EncoderOfClt, ...]:
 
 
 def load_encoder(path: Path, name: str) -> EncoderOfClt:
-    """The encoder of one layer, from its file. Raises as `load_clt`."""
+    """Load the encoder of one layer from a file. Raises the same errors as `load_clt`."""
     i = layer_in(path)
     assert i is not None
     names = {key: f"{key}_{i}" for key in ("W_enc", "b_enc", "b_dec", "threshold", "W_skip")}
-    # `only` checks that each tensor with a name that begins with W_ is a matrix.
+    # `only` checks that W_enc is a matrix. `Sae` checks all shapes.
     tensors = only(map_safetensors(path), list(names.values())[:3], path, list(names.values())[3:])
     own: Tensors = {key: tensors[named] for key, named in names.items() if named in tensors}
     config = _config(path.parent / CONFIG)
@@ -245,5 +251,5 @@ def _config(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise SpecError(f"{path} is not YAML that can be read: {error}.") from None
     if not isinstance(found, dict):
-        raise SpecError(f"{path} has a {type(found).__name__}; it has fields.")
+        raise SpecError(f"{path} has a {type(found).__name__}; it must have fields.")
     return found

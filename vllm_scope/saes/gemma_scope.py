@@ -1,4 +1,4 @@
-"""Gemma Scope 1 (params.npz) and 2 (params.safetensors, with or without config.json).
+"""Loads SAEs of Gemma Scope 1 (params.npz) and 2 (params.safetensors and maybe config.json).
 
 Owns:  load_npz, load_safetensors.
 
@@ -26,7 +26,8 @@ from vllm_scope.saes.sae import Sae
 
 NPZ, SAFETENSORS, CONFIG = "params.npz", "params.safetensors", "config.json"
 _NAMES = ("W_enc", "W_dec", "b_enc", "b_dec", "threshold")
-#: A folder's name -> site. Attention SAEs read the input of the output projection.
+#: Maps a pattern of folder names to a site. An SAE of attention outputs reads the input of the
+#: output projection, which is the site `z`.
 _SITES = {
     r".*-res|resid_post.*": "resid_post",
     r".*-mlp|mlp_out.*": "mlp_out",
@@ -42,13 +43,13 @@ class _Config(msgspec.Struct):
 
 
 def load_npz(folder: Path, given: Given) -> Sae:
-    """The SAE of a folder with `params.npz`. Raises SpecError and OSError."""
+    """Load the SAE of a folder with `params.npz`. Raises SpecError and OSError."""
     path = folder / NPZ
     return _sae(map_npz(path), path, given.place or _place_in(path), given)
 
 
 def load_safetensors(folder: Path, given: Given) -> Sae:
-    """The SAE of a folder with `params.safetensors`. Raises SpecError and OSError."""
+    """Load the SAE of a folder with `params.safetensors`. Raises SpecError and OSError."""
     path, place = folder / SAFETENSORS, given.place
     if (folder / CONFIG).exists():
         config = read_config(folder / CONFIG, _Config)
@@ -91,6 +92,6 @@ def _place_in(path: Path) -> Place:
     if layer is None or len(sites) != 1:
         raise SpecError(
             f"{path}: the folders do not name one site and layer as Gemma Scope's do; give "
-            "place=('resid_post', 20), or where else the SAE belongs."
+            "place=('resid_post', 20), or another place of the SAE."
         )
     return Place(sites.pop(), layer)

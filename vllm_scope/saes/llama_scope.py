@@ -1,15 +1,16 @@
-"""Llama Scope: hyperparams.json and checkpoints/final.safetensors.
+"""Loads SAEs of Llama Scope, from hyperparams.json and checkpoints/final.safetensors.
 
 Owns:  `load`.
 
-The tensors are `encoder.weight` [d_sae, d_model], `encoder.bias`, `decoder.weight`
-[d_model, d_sae] and `decoder.bias`. The training scaled rows to a mean norm of sqrt(d_model). The
-publisher's code divides the biases by the factor of this scaling. After that, the weights and the
-threshold (the same for all features) apply to raw rows. If `sparsity_include_decoder_norm` is set,
-the threshold is in units in which each decoder row has norm 1.
+The tensors are `encoder.weight` [d_sae, d_model], `encoder.bias`, `decoder.weight` [d_model, d_sae]
+and `decoder.bias`. In the training, the rows were scaled to a mean length of sqrt(d_model). The
+publisher's code divides the biases by the factor of this scaling. With the divided biases, the
+encoder reads rows that are not scaled. All features have the same threshold. If
+`sparsity_include_decoder_norm` is set, the pre-activation of a feature is multiplied by the length
+of the feature's decoder row before the comparison with the threshold.
 
 Source: OpenMOSS/Language-Model-SAEs, src/lm_saes: standardize_parameters_of_dataset_norm,
-transform_to_unit_decoder_norm, and the Initializer that calls them in this order
+transform_to_unit_decoder_norm, and the Initializer, which calls these two functions in this order
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def load(folder: Path, given: Given) -> Sae:
     if config.hook_point_out not in (None, config.hook_point_in):
         raise SpecError(f"{path} belongs to a transcoder; only autoencoders can be read.")
     if config.act_fn.lower() != "jumprelu" or config.use_glu_encoder:
-        raise SpecError(f"{path} has the activation {shown(config.act_fn)}; jumprelu is read.")
+        raise SpecError(f"{path} has the activation {shown(config.act_fn)}; only jumprelu is read.")
     tensors = only(map_safetensors(folder / WEIGHTS), _NAMES, folder / WEIGHTS)
     encoder = tensors["encoder.weight"]
     scale = _scale(config, encoder.shape[-1], path)
@@ -72,14 +73,14 @@ def load(folder: Path, given: Given) -> Sae:
 
 
 def _scale(config: _Config, d_model: int, path: Path) -> float:
-    """The factor by which the training multiplied raw rows. Raises SpecError."""
+    """The factor by which rows were multiplied in the training. Raises SpecError."""
     if config.norm_activation == "inference":
         return 1.0
     norm = config.dataset_average_activation_norm
     if config.norm_activation != "dataset-wise" or norm is None or norm.into != norm.out:
         raise SpecError(
             f"{path} has norm_activation {shown(config.norm_activation)} and norms {shown(norm)}; "
-            "'dataset-wise' with one norm for both sides, and 'inference', are read."
+            "only 'inference', and 'dataset-wise' with equal norms of input and output, are read."
         )
     if not 0 < norm.into < math.inf:
         raise SpecError(f"{path} has the norm {norm.into}; it must be a finite number above 0.")

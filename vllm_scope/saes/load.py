@@ -1,7 +1,7 @@
 """Loads SAEs from paths. The names of the files determine the format.
 
 Owns:  load_sae, load_saes, and the table of formats.
-From:  the loaders; one module for each family of formats. To: Sae.
+From:  the loaders (one Python file for each family of formats). To: callers that need an Sae.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm_scope.saes.arrays import Given
 from vllm_scope.saes.places import place_of
 from vllm_scope.saes.sae import Sae
 
-#: The names of the files in a folder of one format -> the loader of this format.
+#: Maps the names of the files in a folder to the loader of the format with these files.
 _FORMATS: dict[tuple[str, ...], Callable[[Path, Given], Sae]] = {
     (saelens.CONFIG, saelens.WEIGHTS): saelens.load,
     (sparsify.CONFIG, sparsify.WEIGHTS): sparsify.load,
@@ -42,21 +42,22 @@ def load_sae(
     k: int | None = None,
     norm_scaling_factor: float | None = None,
 ) -> Sae:
-    """Load a sparse autoencoder. Its matrices stay in the file until they are used.
+    """Load an SAE. The matrices of the SAE stay in the file until a computation uses them.
 
     Args:
-        path: a folder of SAELens, sparsify, Gemma Scope or Llama Scope; a file `layer{n}.sae.pt` of
-            Qwen-Scope; or a file `W_enc_{n}.safetensors`, one encoder of a cross-layer transcoder.
-        name: the SAE's name in messages. None: the path.
-        place: (site, layer), or the name of a hook such as `blocks.12.hook_resid_post`. None: the
-            place comes from the files or the names of the folders.
+        path: a folder in the format of SAELens, sparsify, Gemma Scope or Llama Scope; a file
+            `layer{n}.sae.pt` of Qwen-Scope; or a file `W_enc_{n}.safetensors` with one encoder of a
+            cross-layer transcoder.
+        name: the SAE's name in messages. If None, the path is the name.
+        place: (site, layer), or the name of a hook such as `blocks.12.hook_resid_post`. If None,
+            the place comes from the files or the names of the folders.
         k: the k of a TopK SAE, if the files and the names of the folders do not contain k.
         norm_scaling_factor: the factor by which rows are multiplied before the encoder, for
             SAELens's `expected_average_only_in`.
 
     Raises:
         SpecError: the format is unknown, a file is malformed, or the kind of SAE is not supported.
-            The message names the file.
+            The error's message names the file.
         OSError: a file cannot be read.
     """
     path = Path(path)
@@ -70,13 +71,14 @@ def load_sae(
     if k not in (None, sae.k):
         raise SpecError(f"k is {shown(k)}; {path} says {shown(sae.k)}: leave k out.")
     if norm_scaling_factor not in (None, sae.input_scale):
-        raise SpecError(f"{path} needs no norm_scaling_factor; leave it out.")
+        raise SpecError(f"{path} needs no norm_scaling_factor; leave norm_scaling_factor out.")
     return sae
 
 
 def load_saes(paths: Mapping[str, str | Path]) -> dict[str, Sae]:
-    """Load SAEs from {name: path}, and return {name: SAE}. The folder of a cross-layer transcoder
-    gives the encoders of all layers: NAME.0, NAME.1 and so on.
+    """Load the SAEs of a dict {name: path}, and return a dict {name: SAE}. For the folder of a
+    cross-layer transcoder, the dict that is returned contains the encoders of all layers, with the
+    names NAME.0, NAME.1 and so on.
 
     Raises:
         SpecError: two SAEs have the same name, or an SAE cannot be loaded.
@@ -103,7 +105,7 @@ def _load(path: Path, given: Given) -> Sae:
         return qwen_scope.load(path, given)
     if not path.exists():
         raise FileNotFoundError(
-            f"{path} is not there; it must be a folder with an SAE, or its file."
+            f"{path} is not there; it must be a folder with an SAE, or the file of an SAE."
         )
     if path.is_file() and cross_layer.layer_in(path) is not None:
         encoder = cross_layer.load_encoder(path, given.name)
@@ -120,6 +122,6 @@ def _load(path: Path, given: Given) -> Sae:
             return load(path, given)
     known = "; ".join(" and ".join(files) for files in _FORMATS)
     raise SpecError(
-        f"{path} is not a folder with an SAE; a folder has {known}; a file is "
-        f"layer{{n}}{qwen_scope.SUFFIX}."
+        f"{path} is not a folder with an SAE. Such a folder has {known}. The name of a single "
+        f"file is layer{{n}}{qwen_scope.SUFFIX}."
     )

@@ -6,8 +6,8 @@ From:  sinks.max_activating, or a caller. To: max_activating_files, neuronpedia,
 
 Promise: the order in which tokens are added does not change the table. Entries of equal value are
 sorted by label, then by position, then by the token ids of the context. The table allocates all its
-memory in the constructor. A call of `add` also takes about four times BLOCK_BYTES, and 20 bytes for
-each element of `indices`.
+memory in the constructor. During a call of `add`, additional memory is in use: about four times
+BLOCK_BYTES, and 20 bytes for each element of `indices`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from vllm_scope.saes.strongest import (
     widened,
 )
 
-#: The features of a document are processed in blocks. A block has about this many bytes of entries.
+#: The features of a document are processed in blocks. The entries of one block take about this many
+#: bytes.
 BLOCK_BYTES: Final = 1 << 24
-#: Entries are written in parts of about this many bytes.
+#: New entries are written in parts of about this many bytes.
 _PART_BYTES: Final = 1 << 21
 SIZES: Final = ("num_features", "k", "before", "after")
 COUNTS: Final = ("num_documents", "num_tokens", "num_full")
@@ -53,8 +54,9 @@ class Strong:
         label: the label of the token's document. In a sink's tables, the label is the request's id.
         position: the token's position in its document.
         at: the token's index in `tokens`.
-        tokens: int32 [n], the token ids of the context. The context ends at the document's ends.
-        values: float32 [n], the feature's value at each of `tokens`. NaN if it was not computed.
+        tokens: int32 [n], the token ids of this token and its context, within the document.
+        values: float32 [n], the feature's value at each of `tokens`. A value that was not computed
+            is NaN.
     """
 
     value: float
@@ -66,34 +68,37 @@ class Strong:
 
 
 def table_bytes(num_features: int, k: int, before: int, after: int) -> int:
-    """Bytes of a table of this size."""
+    """The number of bytes of a table with these sizes."""
     entry = 8 + LABEL_BYTES + 8 * (before + 1 + after)
     return num_features * (k * entry + 8 * NUM_BARS + 8 + 4 + 2)
 
 
 class MaxActivating:
-    """For each feature of an SAE: the k strongest tokens, a histogram, and a count of tokens.
+    """For each feature of an SAE: the k strongest tokens, a histogram, and the number of tokens at
+    which the feature is active.
 
     Args:
         num_features: number of the SAE's features.
         k: number of tokens to keep for each feature.
-        before, after: number of context tokens before and after the token.
-        sae: the SAE's name; stored in files.
+        before, after: number of context tokens before and after a strong token.
+        sae: the SAE's name, which is stored in the table's file.
 
     Attributes:
         num_documents, num_tokens: number of added documents, and of added tokens.
-        num_full: number of tokens with a feature in each place. If the SAE is not a TopK SAE, these
-            tokens can have more active features than places.
-        num_active: int64 [num_features]: number of tokens at which each feature is active.
-        entries: the strongest tokens, not sorted. `value` (0 in an empty entry), `position` and
-            `label` are [num_features, k]. `tokens` and `values` are [num_features, k, before + 1 +
-            after]. Outside the document, `tokens` has -1 and `values` has NaN.
-        bars: int64 [num_features, NUM_BARS]: the histogram of each feature's values at active
-            tokens. The bars are equal steps from 0 to 2 ** (the feature's exponent).
-        exponents: int16 [num_features]: the exponent of each feature's histogram.
+        num_full: number of tokens that have no empty place in `indices`. If the SAE is not a TopK
+            SAE, such a token can have more active features than places.
+        num_active: int64 [num_features], the number of tokens at which each feature is active.
+        entries: arrays of the strongest tokens, not sorted. The arrays `value` (0 in an empty
+            entry), `position` and `label` are [num_features, k]. The arrays `tokens` and `values`
+            are [num_features, k, before + 1 + after]. Outside the document, `tokens` has -1 and
+            `values` has NaN.
+        bars: int64 [num_features, NUM_BARS], the histogram of each feature's values above 0. The
+            bars of a feature divide the range from 0 to 2 ** (the feature's exponent) into equal
+            steps.
+        exponents: int16 [num_features], the exponent of each feature's histogram.
 
     Raises:
-        ConfigError: a size is not a whole number in its range.
+        ConfigError: a size is not a whole number, or is too small or too large.
     """
 
     def __init__(
@@ -118,13 +123,13 @@ class MaxActivating:
         self.exponents = np.zeros(num_features, np.int16)
 
     def set_least(self) -> None:
-        """Compute the least value of each feature's entries. Code outside this class must call this
-        after it changes `entries`."""
+        """Compute the least value of each feature's entries. Code outside this class that changes
+        `entries` must call this method after the change."""
         self._least[:] = self.entries["value"].min(1)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the table's entries and histograms."""
+        """The number of bytes of the table's entries and histograms."""
         return table_bytes(self.num_features, self.k, self.before, self.after)
 
     @property
@@ -133,7 +138,7 @@ class MaxActivating:
         return self.num_active / max(self.num_tokens, 1)
 
     def histogram(self, index: int) -> tuple[NDArray[np.float64], Ints]:
-        """(edges [NUM_BARS + 1], counts [NUM_BARS]) of a feature's values above 0."""
+        """A feature's histogram of values above 0: (edges [NUM_BARS + 1], counts [NUM_BARS])."""
         top = float(np.ldexp(1.0, int(self.exponents[index])))
         return np.linspace(0, top, NUM_BARS + 1), self.bars[index]
 
@@ -163,9 +168,10 @@ class MaxActivating:
 
         Args:
             token_ids: all tokens of the document.
-            positions: int64 [n], ascending: the positions of the encoded tokens.
-            indices: [n, places]: the features of each token, without repeats. -1 in an empty place.
-            values: [n, places].
+            positions: int64 [n], the positions of the tokens that the SAE encoded, ascending.
+            indices: [n, places], the features of each token, without repeats. An empty place has
+                the index -1.
+            values: [n, places], the values of these features.
 
         Raises:
             ConfigError: shapes do not fit, a position is not in the document, or a feature is not
@@ -216,7 +222,7 @@ class MaxActivating:
             )
 
     def _blocks(self, counts: Ints) -> Iterator[tuple[int, int]]:
-        """Yield (first feature, last feature + 1) of blocks of at most 2**16 features.
+        """Yield (first feature, last feature + 1) for each block of at most 2**16 features.
 
         Args:
             counts: [num_features], the number of occurrences of each feature.
@@ -238,7 +244,7 @@ class MaxActivating:
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
                 raise ConfigError(
-                    f"{name} is {ours} and {theirs}; tables of equal sizes can be merged."
+                    f"{name} is {ours} and {theirs}; only tables of equal sizes can be merged."
                 )
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -266,24 +272,24 @@ class MaxActivating:
         new = np.where(bars.any(1), np.maximum(old, needed), needed)
         bars = widened(bars, new.astype(np.int64) - old)
         where = np.repeat(np.arange(len(features)), counts)
-        # NUM_BARS is a power of two. Therefore the product is exact.
+        # This product is exact, because NUM_BARS is a power of two.
         scaled = np.ldexp(found.value.astype(np.float64), -new[where].astype(np.int32)) * NUM_BARS
         bar = where * NUM_BARS + scaled.astype(np.int64)
         bars += np.bincount(bar, minlength=bars.size).reshape(bars.shape)
         self.bars[features], self.exponents[features] = bars, new
 
     def _candidates(self, found: Found) -> Ints:
-        """Indices into `found`, by feature, of tokens that can be among a feature's k strongest."""
+        """Indices in `found`, by feature, of items that can be among a feature's k strongest."""
         some = np.flatnonzero(found.value >= self._least[found.feature])
         feature = found.feature[some]
-        order = np.lexsort((-found.value[some], feature))  # stable: keeps position order
+        order = np.lexsort((-found.value[some], feature))  # a stable sort keeps position order
         best: Ints = some[order[ranks(feature) < self.k]]
         return best
 
     def _entries(
         self, label: str, token_ids: Ints, positions: Ints, found: Found, best: Ints, some: Ints
     ) -> Entries:
-        """The entries of found[best[some]]."""
+        """Make the table entries of found[best[some]]."""
         at, context = best[some], np.arange(-self.before, self.after + 1)
         feature, position = found.feature[at][:, None], found.position[at][:, None]
         made = empty((len(at),), len(context))
@@ -296,8 +302,8 @@ class MaxActivating:
         encoded = np.zeros(len(token_ids), bool)
         encoded[positions] = True
         made["values"][:] = np.where(inside & encoded[where], 0, np.nan)
-        # `found` is sorted by feature, then by position, without repeats. Therefore the context's
-        # values lie at most `before` places before the entry, and `after` places after it.
+        # `found` is sorted by feature, then by position, without repeats. Therefore an entry's
+        # context lies at most `before` places before and `after` places after the entry.
         near = np.clip(at[:, None] + context, 0, len(found.feature) - 1)
         column = found.position[near] - position + self.before
         there = (found.feature[near] == feature) & (column >= 0) & (column < len(context))
@@ -305,12 +311,12 @@ class MaxActivating:
         return made
 
     def _merge(self, feature: Ints, value: Floats, made: Callable[[Ints], Entries]) -> None:
-        """For each feature keep the first k of the old and new entries, in the table's order.
+        """Sort each feature's old and new entries by the table's sort keys, and keep the first k.
 
         Args:
             feature: the feature of each new entry, ascending.
             value: the value of each new entry.
-            made: a function from the indices of some new entries to these entries.
+            made: a function that takes the indices of some new entries and returns these entries.
         """
         starts, counts = runs(feature)
         features = feature[starts]
@@ -321,8 +327,8 @@ class MaxActivating:
         order = np.lexsort((-value, owner))
         by = owner[order]
         rank = ranks(by)
-        # If the last kept value equals the first value that is left out, other sort keys decide.
-        # The code then sorts the entries with this value by all keys.
+        # If the last value that is kept equals the first value that is left out, the entries with
+        # this value are sorted by all sort keys.
         last, out = value[order[rank == self.k - 1]], np.zeros(len(features), np.float32)
         out[by[rank == self.k]] = value[order[rank == self.k]]
         tied = np.flatnonzero((value[order] == out[by]) & (last == out)[by] & (out > 0)[by])
@@ -342,13 +348,13 @@ class MaxActivating:
     def _settled(
         self, tied: Ints, owner: Ints, features: Ints, made: Callable[[Ints], Entries]
     ) -> Ints:
-        """Sort entries of equal value in the table's order.
+        """Sort entries of equal value by the table's other sort keys.
 
         Args:
-            tied: indices of the entries. An index below len(features) * k is an entry of the table.
-                Any other index is a new entry.
-            owner: each entry's index into `features`.
-            made: as for `_merge`.
+            tied: indices of the entries. An index below len(features) * k means an entry of the
+                table, and any other index means a new entry.
+            owner: for each entry, the index of the entry's feature in `features`.
+            made: the function that `_merge` takes.
         """
         num_held = len(features) * self.k
         held, others = tied[tied < num_held], tied[tied >= num_held]

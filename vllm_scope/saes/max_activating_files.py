@@ -1,9 +1,9 @@
-"""Tables of strongest tokens as safetensors files.
+"""Encodes tables of strongest tokens as safetensors files, and loads such files.
 
 Owns:  `encode_table`, `load_max_activating`.
 From:  max_activating. To: sinks.max_activating; callers.
 
-Promise: a table never takes more memory than its file, even if the file claims large sizes.
+Promise: before a table is allocated, the sizes that a file claims are compared with its tensors.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from vllm_scope.saes.max_activating import COUNTS, SIZES, MaxActivating
 from vllm_scope.saes.strongest import LABEL_BYTES, NUM_BARS
 
 _FORMAT = "vllm_scope.max_activating.1"
-#: The table's arrays that are not entries.
+#: The names of the table's arrays that do not belong to its entries.
 _ARRAYS = ("num_active", "bars", "exponents")
 
 
 def encode_table(table: MaxActivating) -> bytes:
-    """A table as the bytes of a safetensors file. The file's tensors are the table's arrays.
-    `label` is uint8 [num_features, k, LABEL_BYTES]."""
+    """Encode a table as the bytes of a safetensors file. The file's tensors are the table's arrays.
+    The tensor `label` is uint8 [num_features, k, LABEL_BYTES]."""
     shape = (table.num_features, table.k, LABEL_BYTES)
     tensors = table.entries | {name: getattr(table, name) for name in _ARRAYS}
     tensors["label"] = table.entries["label"].view(np.uint8).reshape(shape)
@@ -41,23 +41,27 @@ def load_max_activating(path: str | Path, sae: str | None = None) -> MaxActivati
         sae: the SAE's name. If None, the folder must have tables of only one SAE.
 
     Raises:
-        FileError: the path does not exist, a file is damaged, no table of the SAE exists, or `sae`
-            is None and the folder has tables of several SAEs.
-        ConfigError: the files' tables differ in num_features, k, before or after.
+        FileError: the path does not exist, a file is damaged, no file has a table of the SAE, or
+            `sae` is None and the folder has tables of several SAEs.
+        ConfigError: the tables in the files differ in num_features, k, before or after.
     """
     path = Path(path)
     if not path.exists():
-        raise FileError(f"{path} does not exist; give a file of a table, or a folder of them.")
+        raise FileError(
+            f"{path} does not exist; give the file of a table, or a folder of such files."
+        )
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     found = [_load(file) for file in files]
     names = sorted({table.sae for table in found})
     if not names:
-        raise FileError(f"{path} has no tables; the sink writes them every `flush_s` seconds.")
+        raise FileError(
+            f"{path} has no tables; the sink writes its tables every `flush_s` seconds."
+        )
     if sae not in names if sae is not None else len(names) > 1:
         there = ", ".join(map(shown, names[:8]))
         raise FileError(
             f"{path} has tables of {there}"
-            f"{'' if sae is None else f', not of {shown(sae)}'}; give the name of one of them."
+            f"{'' if sae is None else f', not of {shown(sae)}'}; give the name of one SAE."
         )
     tables = [table for table in found if sae in (None, table.sae)]
     first, *others = tables
@@ -77,7 +81,7 @@ def _load(path: Path) -> MaxActivating:
             num_features, k, before, after = (facts[name] for name in SIZES)
             context = [num_features, k, before + 1 + after]
             if shapes.get("values") != context or shapes.get("bars") != [num_features, NUM_BARS]:
-                raise FileError(f"{path}: its sizes {context} contradict its tensors.")
+                raise FileError(f"{path}: the sizes {context} contradict the file's tensors.")
             table = MaxActivating(num_features, k, before, after, str(facts["sae"]))
             for name, array in table.entries.items():
                 stored = file.get_tensor(name)

@@ -1,9 +1,9 @@
-"""Converts a table of strongest tokens to Neuronpedia's JSON of features.
+"""Converts a table of strongest tokens to the JSON in which Neuronpedia describes features.
 
 Owns:  `neuronpedia_features`.
-From:  max_activating. To: a JSON file of the caller.
+From:  max_activating. To: the caller, who can write a JSON file.
 
-Source: Neuronpedia's answer to /api/feature, and SAEDashboard's converter, 2026.
+Source: Neuronpedia's answer to /api/feature, and SAEDashboard's converter, both of 2026.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 
 from vllm_scope.saes.max_activating import MaxActivating, Strong
 
-#: A token id -> its text, such as `lambda i: tokenizer.decode([i])`.
+#: A function that returns the text of a token id, such as `lambda i: tokenizer.decode([i])`.
 Decode = Callable[[int], str]
-#: Digits of a value after the decimal point.
+#: The number of digits after the decimal point in a value of the JSON.
 _DIGITS = 4
 
 
@@ -29,22 +29,24 @@ def neuronpedia_features(
     features: Sequence[int] | None = None,
     labels: Mapping[int, str] | None = None,
 ) -> Iterator[dict[str, object]]:
-    """Yield each feature as plain JSON values.
+    """Yield a description of each feature, as plain JSON values.
 
     Args:
-        decode: returns the text of a token id.
+        decode: a function that returns the text of a token id.
         model, source: Neuronpedia's name of the model (`modelId`), and of the SAE (`layer`).
-        features: numbers of the wanted features. None: all features that are active at some token.
-        labels: number of a feature -> its explanation.
+        features: the features to describe. If None, all features that are active at some token.
+        labels: the explanations of features, by the number of the feature.
 
     Yields:
-        One dict for each feature. `modelId`, `layer`; `index`, a string; `maxActApprox`, the
-        largest value; `frac_nonzero`, the share of tokens at which the feature is active.
-        `freq_hist_data_bar_values`: the middles of the histogram's bars.
-        `freq_hist_data_bar_heights`: the number of tokens of each bar. `explanations`: a list of
-        `{"description"}`. `activations`: the strongest tokens. Each has the `tokens` and `values`
-        of its context (0 where the feature was not computed); `maxValue`, `maxValueTokenIndex` and
-        `minValue` of the values; and `qualifyingTokenIndex`, the index of the strong token.
+        One dict for each feature. `modelId` and `layer` are `model` and `source`. `index` is the
+        feature's number as a string. `maxActApprox` is the feature's largest value. `frac_nonzero`
+        is the share of tokens at which the feature is active. `freq_hist_data_bar_values` has the
+        middles of the histogram's bars. `freq_hist_data_bar_heights` has the number of tokens of
+        each bar. `explanations` is a list with the feature's explanation, if there is one.
+        `activations` is a list of the feature's strongest tokens. Each activation has the `tokens`
+        of the context, and in `values` the feature's values (0 if not computed). `maxValue`,
+        `maxValueTokenIndex` and `minValue` describe `values`. `qualifyingTokenIndex` is the index
+        of the strong token.
     """
     if features is None:
         features = np.flatnonzero(found.num_active).tolist()

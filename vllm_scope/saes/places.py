@@ -13,8 +13,9 @@ from vllm_scope.analysis.hook_names import stream_of_hook
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import MAX_LAYER, Place, canonical_site
 
-#: A Hugging Face module's name after the layer's number -> site. `post_attention` and other norms
-#: are not listed: only in some models is their output a row of the stream.
+#: Maps the part of a Hugging Face module's name after the layer's number to a site.
+#: `post_attention` and other norms are not listed, because a norm's output is a row of the stream
+#: only in some models.
 _MODULES = {
     "": "resid_post",
     ".output": "resid_post",
@@ -25,19 +26,19 @@ _MODULES = {
     ".self_attn.input": "attn_in",
     ".post_feedforward_layernorm.output": "mlp_out",
 }
-#: `hook_mlp_in` is the stream before the MLP's norm. `hook_normalized` is a row inside a norm.
+#: `hook_mlp_in` is the stream before the MLP's norm. `hook_normalized` is a row inside the norm.
 _BEFORE_NORM = re.compile(r"blocks\.([0-9]{1,5})\.hook_mlp_in")
 _INSIDE_NORM = re.compile(r"blocks\.[0-9]+\.ln[12]\.hook_normalized")
 _MODULE = re.compile(r"(?:[a-z_]+\.)*(?:layers|h)\.([0-9]{1,5})([a-z_.]*)")
 
 
 def place_of(hook: object, where: str) -> Place:
-    """The place that a hook means. A hook is a name of TransformerLens
-    (`blocks.12.hook_resid_post`), a name of Hugging Face (`model.layers.12`), or a pair (site,
-    layer).
+    """The place that a hook means. A hook is the name of a TransformerLens hook
+    (`blocks.12.hook_resid_post`), the name of a Hugging Face module (`model.layers.12`), or a pair
+    (site, layer).
 
     Raises:
-        SpecError: the name does not mean a site that a tap can read.
+        SpecError: the hook does not mean a place that a tap can read.
     """
     if isinstance(hook, tuple | list) and len(hook) == 2:
         site, layer = canonical_site(hook[0], f"{where}[0]"), hook[1]
@@ -54,18 +55,18 @@ def place_of(hook: object, where: str) -> Place:
         if _INSIDE_NORM.fullmatch(hook):
             raise SpecError(
                 f"{where} is {shown(hook)}, the row inside a norm, before the norm's weight; taps "
-                "cannot read it. The MLP's input, with the weight, is 'blocks.3.mlp.hook_in'. The "
-                "stream before the norm is 'blocks.3.hook_resid_mid'."
+                "cannot read this row. The MLP's input, with the weight, is "
+                "'blocks.3.mlp.hook_in'. The stream before the norm is 'blocks.3.hook_resid_mid'."
             )
     raise SpecError(
-        f"{where} is {shown(hook)}, which names no site; give place=('resid_post', 12), or where "
-        "else the SAE belongs."
+        f"{where} is {shown(hook)}, which names no site; give place=('resid_post', 12), or "
+        "another place of the SAE."
     )
 
 
 def number_in(path: Path, pattern: str) -> int | None:
-    """The number in a path, from the last part of the path that matches `pattern`. The only group
-    of `pattern` gives the number. None if no part matches."""
+    """The number in the last part of a path that matches `pattern`. The only group of `pattern`
+    matches the number. None if no part of the path matches."""
     for part in reversed(path.absolute().parts):
         if match := re.search(pattern, part):
             return int(match[1])

@@ -1,10 +1,10 @@
-"""Qwen-Scope: layer{n}.sae.pt.
+"""Loads SAEs of Qwen-Scope, from files layer{n}.sae.pt.
 
 Owns:  `load`.
 
-The file has `W_enc` [d_sae, d_model], `W_dec` [d_model, d_sae], `b_enc` and `b_dec`. The SAE is a
-TopK SAE of `resid_post` of layer n. The encoder does not subtract `b_dec` from the row. The
-folder's name ends in k, as in `SAE-Res-Qwen3-8B-Base-W64K-L0_50`.
+The file has `W_enc` [d_sae, d_model], `W_dec` [d_model, d_sae], `b_enc` and `b_dec`. The file has a
+TopK SAE of the site `resid_post` at layer n. The encoder does not subtract `b_dec` from the row.
+The name of the folder ends in the k of the TopK SAE, as in `SAE-Res-Qwen3-8B-Base-W64K-L0_50`.
 
 Source: sae_lens 6.54, loading/pretrained_sae_loaders.py; the model cards of Qwen/SAE-Res-*
 """
@@ -27,18 +27,18 @@ _NAMES = ("W_enc", "W_dec", "b_enc", "b_dec")
 
 
 def load(path: Path, given: Given) -> Sae:
-    """The SAE in a file `layer{n}.sae.pt`. Raises SpecError and OSError."""
+    """Load the SAE of a file `layer{n}.sae.pt`. Raises SpecError and OSError."""
     layer = number_in(Path(path.name), r"layer([0-9]{1,5})\.sae\.pt")
     k = given.k or number_in(path, r"L0_([0-9]{1,6})$")
     if given.place is None and layer is None:
         raise SpecError(
-            f"{path}: the name is not layer{{n}}.sae.pt; give place=('resid_post', 12), or where "
-            "else the SAE belongs."
+            f"{path}: the name is not layer{{n}}.sae.pt; give place=('resid_post', 12), or another "
+            "place of the SAE."
         )
     if k is None:
         raise SpecError(
             f"{path}: no folder in this path has a name that ends in L0_NUMBER, such as L0_50; "
-            "give k=..., the number of features that a row has."
+            "give k=..., the number of active features of a row."
         )
     tensors = only(_map_pt(path), _NAMES, path)
     return Sae(
@@ -55,10 +55,10 @@ def load(path: Path, given: Given) -> Sae:
 
 
 def _map_pt(path: Path) -> Tensors:
-    """The tensors by name, from a file that torch.save wrote.
+    """Map the tensors of a file that torch.save wrote. Returns the tensors by name.
 
     Raises:
-        SpecError: the file is malformed, or has other objects than plain tensors.
+        SpecError: the file is malformed, or has objects that are not plain tensors.
         OSError: the file cannot be read.
     """
     try:
@@ -66,21 +66,21 @@ def _map_pt(path: Path) -> Tensors:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError:
         raise
-    except Exception as error:  # the unpickler, the zip reader and torch raise many types
-        # torch's own message is left out, because the message says how to run the code in a file.
+    except Exception as error:  # torch and the zip reader raise many types of errors.
+        # The message of torch is left out, because it says how to run the code in a file.
         raise SpecError(
             f"{path} is not a .pt file of tensors alone, in the zip form that torch.save writes "
             f"({type(error).__name__})."
         ) from None
     if not isinstance(found, dict):
-        raise SpecError(f"{path} has a {type(found).__name__}; it has a dict of tensors.")
+        raise SpecError(f"{path} has a {type(found).__name__}; it must have a dict of tensors.")
     for name, tensor in found.items():
         if (
             not isinstance(name, str)
             or type(tensor) is not Tensor
             or tensor.layout != torch.strided
             or tensor.device.type != "cpu"
-            # With overlapping strides, a few bytes could become a large tensor.
+            # Without this check, overlapping strides could make a large tensor of a few bytes.
             or tensor.nbytes > tensor.untyped_storage().nbytes()
         ):
             raise SpecError(f"{path}: {shown(name)} is not a plain tensor.")

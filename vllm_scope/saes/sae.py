@@ -4,21 +4,22 @@ Owns:  Sae, Feature, Folded.
 Runs:  on the CPU, in float32, anywhere with torch.
 From:  load.py. To: probes, edits and heads.
 
-Promise: `encoder` and `decoder` can be views of a mapped file. A call reads only the matrix rows
-that it needs, and checks these rows.
+Promise: `encoder` and `decoder` can be views of a file that is mapped into memory. A call reads
+only the matrix rows that it needs, and checks these rows.
 
-The formulas for the features of a row x, and for the decoded row. W_j is row j of the matrix
-`encoder`. D_j is row j of the matrix `decoder`:
+These formulas give feature j of a row x for each architecture, and the decoded row. W_j is row j of
+`encoder`, D_j is row j of `decoder`, and b_j is number j of `encoder_bias`.
 
     pre_j     = (input_scale x - b_dec) . W_j + b_j      without b_dec if not apply_b_dec_to_input
     standard    relu(pre_j)
     jumprelu    pre_j if pre_j > threshold_j and pre_j > 0; else 0
-    batchtopk   as jumprelu: after training, a threshold replaces the choice in a batch
+    batchtopk   pre_j if pre_j > threshold_j and pre_j > 0; else 0
     topk        relu(pre_j) if pre_j is among the k largest of the row; else 0
     gated       relu(exp(gain_j) (pre_j - b_j) + b_j) if pre_j - b_j + gate_bias_j > 0; else 0
     decoded x = (sum_j feature_j D_j + b_dec) / input_scale
 
-If `unit_decoder` is True, pre_j is multiplied by the norm of D_j, and D_j is divided by its norm.
+If `unit_decoder` is True, pre_j is multiplied by the length of D_j, and D_j is divided by this
+length.
 
 A transcoder encodes the row x of one place, and decodes to the row y of another place:
 
@@ -38,12 +39,13 @@ from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import Place
 
 Architecture = Literal["standard", "jumprelu", "topk", "batchtopk", "gated"]
-#: The function from a pre-activation s to the feature. "relu": max(s, 0). "jumprelu": s if s is
-#: above the threshold, else 0. "topk": max(s, 0) if s is among the row's k largest, else 0. "topk"
-#: needs the pre-activations of all features.
+#: The function that computes a feature from its pre-activation s. For "relu", the feature is max(s,
+#: 0). For "jumprelu", the feature is s if s is above the threshold, else 0. For "topk", the feature
+#: is max(s, 0) if s is among the row's k largest pre-activations, else 0.
 Kind = Literal["relu", "jumprelu", "topk"]
 
-#: The fields that an architecture needs. An SAE must not have fields of other architectures.
+#: The additional fields that each architecture needs. An SAE must not have the additional fields of
+#: another architecture.
 _NEEDS: Final[dict[str, set[str]]] = {
     "standard": set(),
     "jumprelu": {"threshold"},
@@ -53,7 +55,7 @@ _NEEDS: Final[dict[str, set[str]]] = {
 }
 #: The largest number of matrix elements that are in memory as float32 at the same time.
 _NUMBERS_AT_ONCE: Final = 1 << 24
-#: The least norm of a decoder row, as in SAELens. Smaller norms (a zero row) count as this number.
+#: The least length of a decoder row, as in SAELens. A smaller length counts as this length.
 _LEAST_NORM: Final = 1e-8
 
 _CPU: Final = torch.device("cpu")
@@ -63,13 +65,14 @@ Pick = slice | Tensor
 
 @dataclass(frozen=True, eq=False)
 class Feature:
-    """One feature, as a function of the row x: s = x . encoder + encoder_bias, then `kind`.
+    """One feature as a function of the row x. The pre-activation is s = x . encoder + encoder_bias.
+    The feature is the function `kind` of s.
 
-    To change only the feature from `old` to `new`, add (new - old) * decoder to the row.
+    To change only this feature from `old` to `new`, add (new - old) * decoder to the row.
 
     Attributes:
-        encoder, decoder: float32 [d_model], CPU.
-        encoder_bias: the bias of s. `b_dec` and all other constants are folded into it.
+        encoder, decoder: float32 [d_model], on the CPU.
+        encoder_bias: the bias of s, which includes `b_dec` and all other constants.
         threshold: a number of at least 0 if `kind` is "jumprelu"; else None.
     """
 
@@ -81,12 +84,12 @@ class Feature:
 
 
 class Folded(NamedTuple):
-    """Several features in the form of Feature: s = x . encoder + bias. All tensors are float64.
+    """Encoders of several features, with s = x . encoder + bias. All tensors are float64.
 
     Attributes:
         encoder: [n, d_model].
         bias: [n].
-        threshold: [n]. None if the kind is not "jumprelu".
+        threshold: [n]. None if the kind of the features is not "jumprelu".
     """
 
     encoder: Tensor
@@ -100,22 +103,26 @@ class Sae:
 
     Attributes:
         name: the SAE's name in messages.
-        place: the place whose rows the SAE encodes. Rows of `z` are flattened. For `z`, d_model is
-            the number of heads times the size of a head.
-        encoder: [d_sae, d_model] of a float dtype, CPU. It can be a view of a mapped file.
-        decoder: [d_sae, d_out], like `encoder`. d_out can differ from d_model only in a transcoder.
-        encoder_bias: [d_sae]. In a gated SAE this is the bias of the magnitude.
+        place: the place whose rows the SAE encodes. At the site `z`, a row is one vector with the
+            values of all heads, and d_model is the number of heads times the size of a head.
+        encoder: [d_sae, d_model] of a float dtype, on the CPU. The tensor can be a view of a mapped
+            file.
+        decoder: [d_sae, d_out] of a float dtype, on the CPU. The tensor can be a view of a mapped
+            file. d_out can differ from d_model only in a transcoder.
+        encoder_bias: [d_sae]. In a gated SAE, `encoder_bias` is the bias of the magnitude.
         decoder_bias: [d_out], `b_dec`.
         apply_b_dec_to_input: True if `b_dec` is subtracted from the row before the encoder.
         threshold: [d_sae], for jumprelu and batchtopk.
-        k: for topk, the number of features of a row that are kept.
-        gate_bias, gain: [d_sae], for gated. The magnitude's weights are exp(gain) times the gate's.
-        input_scale: SAELens's norm scaling factor. Rows are multiplied by it before the encoder.
-        unit_decoder: True if pre-activations are in units in which each decoder row has norm 1.
-        output: the place of the rows to which a transcoder decodes. None for other SAEs.
-        skip: [d_out, d_model], the skip matrix of a transcoder. None if there is no skip.
+        k: for topk, the number of features that are kept for each row.
+        gate_bias, gain: [d_sae], for gated SAEs. The weights of the magnitude are exp(gain) times
+            the weights of the gate.
+        input_scale: the factor by which rows are multiplied before the encoder.
+        unit_decoder: True if a pre-activation is multiplied by the length of its decoder row.
+        output: the place of the rows to which a transcoder decodes. None if the SAE is not a
+            transcoder.
+        skip: [d_out, d_model], the skip matrix of a transcoder. None if there is no skip matrix.
 
-    All tensors but `encoder`, `decoder` and `skip` are kept as float32.
+    All tensors except `encoder`, `decoder` and `skip` are copied as float32.
 
     Raises:
         SpecError: shapes disagree, a vector is not finite, or the fields do not fit the
@@ -142,15 +149,16 @@ class Sae:
     def __post_init__(self) -> None:
         if self.architecture not in _NEEDS:
             raise self._wrong(
-                f"architecture is {shown(self.architecture)}; architectures are "
+                f"architecture is {shown(self.architecture)}; it must be one of "
                 f"{', '.join(get_args(Architecture))}"
             )
         given = {name for name in set().union(*_NEEDS.values()) if getattr(self, name) is not None}
         needed = _NEEDS[self.architecture]
         if given != needed:
             raise self._wrong(
-                f"a {self.architecture} SAE has {', '.join(sorted(needed)) or 'no fields'} besides "
-                f"its weights and biases, and not {', '.join(sorted(given)) or 'none of them'}"
+                f"besides weights and biases, a {self.architecture} SAE must have "
+                f"{', '.join(sorted(needed)) or 'no fields'}; this SAE has "
+                f"{', '.join(sorted(given)) or 'no fields'}"
             )
         self._check_matrices()
         sizes = {"encoder_bias": self.d_sae, "decoder_bias": self.decoder.shape[1]}
@@ -177,12 +185,13 @@ class Sae:
 
     @torch.no_grad()
     def encode(self, x: Tensor, indices: Sequence[int] | Tensor | None = None) -> Tensor:
-        """The features of rows.
+        """Compute the features of rows.
 
         Args:
-            x: [..., d_model], any float dtype, CPU.
-            indices: the wanted features, in this order. None: all features. A topk SAE always
-                computes all features, because the choice of the k largest needs them.
+            x: [..., d_model], in any float dtype, on the CPU.
+            indices: the features to return, in this order. If None, all features are returned. A
+                topk SAE always computes all features, because only then can it choose the k largest
+                features.
 
         Returns:
             [..., d_sae] or [..., len(indices)], float32.
@@ -206,24 +215,25 @@ class Sae:
 
     @torch.no_grad()
     def decode(self, features: Tensor, x: Tensor | None = None) -> Tensor:
-        """Decode features to rows, with `b_dec`. A transcoder decodes to rows of its output.
+        """Decode features to rows, to which `b_dec` is added. A transcoder decodes to its `output`.
 
         Args:
-            features: [..., d_sae], any float dtype, CPU.
-            x: [..., d_model], the rows that were encoded. Only for a transcoder with `skip`.
+            features: [..., d_sae], in any float dtype, on the CPU.
+            x: [..., d_model], the rows that were encoded, if there is a skip matrix. Otherwise
+                None.
 
         Returns:
             [..., d_out], float32.
 
         Raises:
             SpecError: a shape is wrong, weights are not finite, `x` is missing although there is a
-                skip, or `x` is given although there is no skip.
+                skip matrix, or `x` is given although there is no skip matrix.
         """
         features = self._checked(features, self.d_sae, "features")
         if (x is None) != (self.skip is None):
             raise self._wrong(
-                "decode takes the rows that were encoded, x, if the transcoder has a skip, and "
-                "only then"
+                "decode needs x, the rows that were encoded, if the SAE has a skip matrix, and "
+                "refuses x otherwise"
             )
         rows = self.decoder_bias
         for pick in self._picks(None):
@@ -246,7 +256,7 @@ class Sae:
         if self.output is not None:
             raise self._wrong(
                 f"it is a transcoder from {tuple(self.place)} to {tuple(self.output)}, and its "
-                "features cannot be set or scaled in the input row; use Features to read them"
+                "features cannot be set or scaled in the input row; use Features to read features"
             )
         pick = self._indices([index])
         folded = self._folded(pick)
@@ -263,7 +273,7 @@ class Sae:
 
     @torch.no_grad()
     def folded(self, device: torch.device = _CPU) -> Iterator[Folded]:
-        """Yield all features in order, in parts that fit in memory.
+        """Yield the encoders of all features in order, in parts that fit in memory.
 
         Raises:
             SpecError: weights are not finite.
@@ -272,7 +282,8 @@ class Sae:
 
     @torch.no_grad()
     def fold(self, indices: Sequence[int]) -> Folded:
-        """The features with these indices. Reads only the matrix rows of these features.
+        """The encoders of the features with these indices. Reads only the matrix rows of these
+        features.
 
         Raises:
             SpecError: an index is out of range, or weights are not finite.
@@ -283,26 +294,27 @@ class Sae:
         def exact(vector: Tensor) -> Tensor:
             return vector[pick].to(device).double()
 
-        # In float64: then the rounding of the result is the only error of folding.
+        # The computation is in float64. Then the rounding of the result is the only error.
         encoder, bias = self._read("encoder", pick, device).double(), exact(self.encoder_bias)
         threshold = None if self.threshold is None else exact(self.threshold)
         factor = torch.ones_like(bias)
         if self.gate_bias is not None and self.gain is not None:
             factor = exact(self.gain).exp()
-            # The condition pre - b + gate_bias > 0, as a bound on the magnitude exp(gain) (pre - b)
-            # + b.
+            # The gate's condition pre - b + gate_bias > 0, written as a threshold of the magnitude
+            # exp(gain) (pre - b) + b.
             threshold = bias - factor * exact(self.gate_bias)
         elif self.unit_decoder:
             factor = _norms(self._read("decoder", pick, device).double())
             bias = factor * bias
         if self.apply_b_dec_to_input:
             bias = bias - factor * (encoder @ self.decoder_bias.to(device).double())
-        # Features are never negative.
+        # A threshold below 0 counts as 0, because features are never negative.
         threshold = None if threshold is None else threshold.clamp(min=0)
         return Folded(encoder * (factor * self.input_scale)[:, None], bias, threshold)
 
     def _active(self, x: Tensor, pick: Pick) -> Tensor:
-        """The features `pick`, for all architectures except topk. `x` is the encoder's input."""
+        """Compute the features `pick` for any architecture except topk. `x` is the encoder's
+        input."""
         pre = self._pre(x, pick)
         if self.gate_bias is not None and self.gain is not None:
             magnitude = pre * self.gain[pick].exp() + self.encoder_bias[pick]
@@ -311,7 +323,7 @@ class Sae:
         return active if self.threshold is None else active * (pre > self.threshold[pick])
 
     def _pre(self, x: Tensor, pick: Pick) -> Tensor:
-        """Pre-activations of the features `pick`. In a gated SAE, they have no bias."""
+        """The pre-activations of the features `pick`. For a gated SAE, no bias is added."""
         pre = x @ self._read("encoder", pick).T
         if self.architecture == "gated":
             return pre
@@ -321,15 +333,15 @@ class Sae:
     def _read(
         self, which: Literal["encoder", "decoder", "skip"], pick: Pick, device: torch.device = _CPU
     ) -> Tensor:
-        """The rows `pick` of a matrix, float32."""
+        """The rows `pick` of a matrix, as float32."""
         matrix: Tensor = getattr(self, which)
         rows = matrix[pick].to(device).float()
         if not rows.isfinite().all():
-            raise self._wrong(f"its {which} has a number that is not finite in float32")
+            raise self._wrong(f"the {which} has a number that is not finite in float32")
         return rows
 
     def _picks(self, indices: Tensor | None) -> Iterator[Pick]:
-        """Yield the indices of the wanted features, in parts whose matrix rows fit in memory."""
+        """Yield `indices` (None means all) in parts for which the matrix rows fit in memory."""
         size = max(1, _NUMBERS_AT_ONCE // self.d_model)
         if indices is not None:
             yield from indices.split(size)
@@ -350,7 +362,7 @@ class Sae:
     def _checked(self, x: Tensor, size: int, name: str) -> Tensor:
         if x.ndim < 1 or x.shape[-1] != size or not x.is_floating_point():
             raise self._wrong(
-                f"{name} is {x.dtype} {list(x.shape)}; it must be of floats, [..., {size}]"
+                f"{name} is {x.dtype} {list(x.shape)}; it must be floats, [..., {size}]"
             )
         return x.float()
 
@@ -359,17 +371,19 @@ class Sae:
             matrix: Tensor = getattr(self, name)
             if matrix.ndim != 2 or not matrix.numel() or not matrix.is_floating_point():
                 raise self._wrong(
-                    f"its {name} is {matrix.dtype} {list(matrix.shape)}; it must be a matrix of "
+                    f"the {name} is {matrix.dtype} {list(matrix.shape)}; it must be a matrix of "
                     f"floats, {'[d_out, d_model]' if name == 'skip' else '[d_sae, d_model]'}"
                 )
         if self.output is not None:
             self._check_transcoder()
         elif self.skip is not None:
-            raise self._wrong("it has a skip, and no output; only a transcoder has a skip")
+            raise self._wrong(
+                "the SAE has a skip matrix, but no output; only a transcoder has a skip matrix"
+            )
         elif self.encoder.shape != self.decoder.shape:
             raise self._wrong(
-                f"its encoder is {list(self.encoder.shape)} and its decoder "
-                f"{list(self.decoder.shape)}; both are [d_sae, d_model]"
+                f"the encoder is {list(self.encoder.shape)} and the decoder "
+                f"{list(self.decoder.shape)}; both must be [d_sae, d_model]"
             )
 
     def _check_transcoder(self) -> None:
@@ -379,24 +393,24 @@ class Sae:
             )
         if len(self.encoder) != len(self.decoder):
             raise self._wrong(
-                f"its encoder has {len(self.encoder)} features and its decoder {len(self.decoder)}"
+                f"the encoder has {len(self.encoder)} features, the decoder {len(self.decoder)}"
             )
         shape = [self.decoder.shape[1], self.d_model]
         if self.skip is not None and list(self.skip.shape) != shape:
             raise self._wrong(
-                f"its skip is {list(self.skip.shape)}; it must be [d_out, d_model], {shape}"
+                f"the skip is {list(self.skip.shape)}; it must be [d_out, d_model], {shape}"
             )
 
     def _vector(self, name: str, size: int) -> Tensor:
         vector: Tensor = getattr(self, name)
         if list(vector.shape) != [size] or not vector.is_floating_point():
             raise self._wrong(
-                f"its {name} is {vector.dtype} {list(vector.shape)}; it must be of floats, [{size}]"
+                f"the {name} is {vector.dtype} {list(vector.shape)}; it must be floats, [{size}]"
             )
-        # A copy, because the file can be closed later.
+        # The vector is copied, because the file can be closed later.
         vector = vector.to(torch.float32, copy=True)
         if not vector.isfinite().all():
-            raise self._wrong(f"its {name} has a number that is not finite in float32")
+            raise self._wrong(f"the {name} has a number that is not finite in float32")
         return vector
 
     def _wrong(self, what: str) -> SpecError:
@@ -404,6 +418,6 @@ class Sae:
 
 
 def _norms(rows: Tensor) -> Tensor:
-    """The norm of each row, along the last axis."""
+    """The lengths of the rows on the last axis, at least `_LEAST_NORM`."""
     norms: Tensor = rows.norm(dim=-1)
     return norms.clamp(min=_LEAST_NORM)

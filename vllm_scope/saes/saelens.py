@@ -1,8 +1,8 @@
-"""SAELens: cfg.json and sae_weights.safetensors.
+"""Loads SAEs of SAELens, from cfg.json and sae_weights.safetensors.
 
 Owns:  `load`, for the configurations of all versions of SAELens.
 
-| tensor                    | shape                     | of                      |
+| tensor                    | shape                     | SAEs                    |
 |---------------------------|---------------------------|-------------------------|
 | `W_enc`                   | [d_in, d_sae]             | all                     |
 | `W_dec`                   | [d_sae, d_in]             | all                     |
@@ -11,14 +11,15 @@ Owns:  `load`, for the configurations of all versions of SAELens.
 | `threshold`               | [d_sae]                   | jumprelu, batchtopk     |
 | `topk_threshold`          | []                        | batchtopk, in training  |
 | `b_gate`, `b_mag`, `r_mag`| [d_sae]                   | gated                   |
-| `scaling_factor`          | [d_sae], all ones         | some before version 6   |
+| `scaling_factor`          | [d_sae], all ones         | some, before version 6  |
 | `W_skip`                  | [d_out, d_in]             | skip transcoders        |
 
-A transcoder has W_dec [d_sae, d_out] and b_dec [d_out]. `hook_name_out` names the output: in
-`metadata`, or at the top level in older files. b_dec is never subtracted from the input.
+A transcoder has W_dec [d_sae, d_out] and b_dec [d_out]. The field `hook_name_out` names the output.
+This field is in `metadata`, or at the top level in files before version 6. A transcoder never
+subtracts b_dec from the input.
 
-In files before version 6 the fields of `metadata` are at the top level. `architecture` can be
-missing, and topk is an activation function.
+In files before version 6, the fields of `metadata` are at the top level, the field `architecture`
+can be missing, and topk is an activation function instead of an architecture.
 
 Source: sae_lens 6.54, loading/pretrained_sae_loaders.py, saes/sae.py, saes/transcoder.py
 """
@@ -38,7 +39,7 @@ from vllm_scope.saes.places import place_of
 from vllm_scope.saes.sae import Sae
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
-#: Architecture -> SAELens's name of a tensor -> the field of Sae (without W_enc, W_dec, b_dec).
+#: Maps SAELens's names of the vectors of each architecture to fields of `Sae`, except b_dec.
 _VECTORS = {
     "standard": {"b_enc": "encoder_bias"},
     "topk": {"b_enc": "encoder_bias"},
@@ -46,7 +47,7 @@ _VECTORS = {
     "batchtopk": {"b_enc": "encoder_bias", "threshold": "threshold"},
     "gated": {"b_mag": "encoder_bias", "b_gate": "gate_bias", "r_mag": "gain"},
 }
-#: Kind of transcoder -> the architecture of the features, and True if W_skip exists.
+#: For each kind of transcoder, the architecture of the features, and True if W_skip exists.
 _TRANSCODERS = {
     "transcoder": ("standard", False), "skip_transcoder": ("standard", True),
     "jumprelu_transcoder": ("jumprelu", False), "jumprelu_skip_transcoder": ("jumprelu", True),
@@ -102,8 +103,8 @@ def load(folder: Path, given: Given) -> Sae:
     for name, size in {"d_in": encoder.shape[-1], "d_sae": encoder.shape[0]}.items():
         if getattr(config, name) not in (None, size):
             raise SpecError(
-                f"{path} has {name} {getattr(config, name)}; {WEIGHTS} has {size}: are they of "
-                "one SAE?"
+                f"{path} has {name} {getattr(config, name)}; {WEIGHTS} has {size}: are both "
+                "files of one SAE?"
             )
     if tensors.get("threshold") is not None and tensors["threshold"].ndim == 0:
         tensors["threshold"] = tensors["threshold"].expand(encoder.shape[0])
@@ -125,17 +126,17 @@ def load(folder: Path, given: Given) -> Sae:
 
 
 def _architecture(config: _Config, path: Path) -> tuple[str, int | None]:
-    """The architecture, and k (None if not topk). Raises SpecError."""
+    """The architecture, and k. If the architecture is not topk, k is None. Raises SpecError."""
     function = config.activation_fn or config.activation_fn_str or "relu"
     architecture, k = config.architecture, config.k
     if function == "topk" and architecture in ("standard", "topk"):
         architecture, k = "topk", config.activation_fn_kwargs.get("k", k)
     elif function != "relu":
-        raise SpecError(f"{path} has the activation {shown(function)}; relu and topk are read.")
+        raise SpecError(f"{path} has the activation {shown(function)}; it must be relu or topk.")
     if architecture not in _VECTORS:
         raise SpecError(
-            f"{path} has the architecture {shown(architecture)}; "
-            f"{', '.join([*_VECTORS, *_TRANSCODERS])} are read."
+            f"{path} has the architecture {shown(architecture)}; it must be one of "
+            f"{', '.join([*_VECTORS, *_TRANSCODERS])}."
         )
     if architecture != "topk":
         return architecture, None
@@ -148,7 +149,7 @@ def _place(config: _Config, path: Path, given: Given) -> Place:
     metadata = config.metadata or _Metadata()
     heads = (config.hook_head_index, config.hook_point_head_index, metadata.hook_head_index)
     if any(head is not None for head in heads):
-        raise SpecError(f"{path} has an SAE of a single head; SAEs of whole rows are read.")
+        raise SpecError(f"{path} has an SAE of a single head; only SAEs of whole rows are read.")
     hook = metadata.hook_name or config.hook_name or config.hook_point
     return given.place or place_of(hook, f"{path}: hook_name")
 
@@ -174,7 +175,7 @@ def _input_scale(config: _Config, path: Path, given: Given) -> float:
     if factor is None:
         raise SpecError(
             f"{path} has normalize_activations 'expected_average_only_in', and the factor is not "
-            "in the file; give norm_scaling_factor=..., as SAELens's list of SAEs has it."
+            "in the file; give norm_scaling_factor=..., from SAELens's list of SAEs."
         )
     return factor
 
@@ -184,5 +185,5 @@ def _refuse_finetuned(tensors: Tensors, path: Path) -> None:
     if factor is not None and not torch.allclose(factor.float(), torch.ones(())):
         raise SpecError(
             f"{path} has a scaling_factor that is not 1: its features were scaled in finetuning; "
-            "multiply W_dec by the factors, and leave them out."
+            "multiply W_dec by the factors, and remove scaling_factor."
         )

@@ -1,10 +1,11 @@
-"""EleutherAI's sparsify: cfg.json and sae.safetensors, in a folder named after a module.
+"""Loads SAEs of EleutherAI's sparsify: cfg.json and sae.safetensors, in a folder with a module's
+name.
 
 Owns:  `load`.
 
 The tensors are `encoder.weight` [d_sae, d_in], `encoder.bias`, `W_dec` [d_sae, d_in] and `b_dec`.
-The SAE is a TopK SAE. It subtracts `b_dec` from the row before the encoder. The folder `layers.5`
-has the SAE of the output of layer 5.
+The SAE is a TopK SAE, which subtracts `b_dec` from the row before the encoder. The folder
+`layers.5` has the SAE of the output of layer 5.
 
 Source: eai-sparsify 1.3.3, sparse_coder.py, fused_encoder.py
 """
@@ -38,13 +39,13 @@ def load(folder: Path, given: Given) -> Sae:
     path = folder / CONFIG
     config = read_config(path, _Config)
     if config.activation != "topk" or config.signed:
-        raise SpecError(f"{path} has the activation {shown(config.activation)}; topk is read.")
+        raise SpecError(f"{path} has the activation {shown(config.activation)}; only topk is read.")
     if config.transcode or config.skip_connection:
         raise SpecError(f"{path} belongs to a transcoder; only autoencoders can be read.")
     tensors = only(map_safetensors(folder / WEIGHTS), _NAMES, folder / WEIGHTS)
     if (shape := list(tensors["b_dec"].shape)) != [config.d_in]:
         raise SpecError(
-            f"{path} has d_in {config.d_in}; {WEIGHTS} has b_dec {shape}: are they of one SAE?"
+            f"{path} has d_in {config.d_in}; {WEIGHTS} has b_dec {shape}: are both of one SAE?"
         )
     return Sae(
         name=given.name,

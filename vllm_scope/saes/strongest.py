@@ -1,4 +1,4 @@
-"""Arrays with active features, entries of tables, and histograms of tables.
+"""Arrays of active features, of table entries and of histograms, for tables of strongest tokens.
 
 Owns:  Found, Entries, the order of entries, and the widening of histograms.
 Runs:  anywhere with numpy. To: max_activating.
@@ -20,13 +20,14 @@ NUM_BARS: Final = 64
 #: The largest number of bytes of a label in UTF-8. A longer label is cut.
 LABEL_BYTES: Final = 64
 
-#: Entries of a table: name -> an array with the entries on the first axes.
+#: The entries of a table, as arrays by name. The entries lie on the first axes of each array.
 Entries = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class Found:
-    """The index, position and value of active features, sorted by feature and then by position."""
+    """The indices, positions and values of active features, sorted by feature and then by
+    position."""
 
     feature: Ints
     position: Ints
@@ -34,10 +35,10 @@ class Found:
 
 
 def empty(shape: tuple[int, ...], context: int) -> Entries:
-    """Empty entries, with value 0.
+    """Make empty entries, which have the value 0.
 
     Args:
-        context: number of tokens of each entry's context.
+        context: the number of tokens in the context of each entry.
     """
     return {
         "value": np.zeros(shape, np.float32), "position": np.zeros(shape, np.int32),
@@ -54,13 +55,13 @@ def runs(ascending: Ints) -> tuple[Ints, Ints]:
 
 
 def ranks(ascending: Ints) -> Ints:
-    """The index of each item in the item's run of equal items."""
+    """For each item, the item's index in the run of items that are equal to it."""
     found: Ints = np.arange(len(ascending)) - np.repeat(*runs(ascending))
     return found
 
 
 def entries_at(entries: Entries, feature: Ints, place: Ints, some: Ints) -> Entries:
-    """The entries at (feature[some], place[some])."""
+    """The entries with the indices (feature[some], place[some])."""
     return {name: array[feature[some], place[some]] for name, array in entries.items()}
 
 
@@ -74,7 +75,7 @@ def order_of(every: Entries, owner: Ints) -> Ints:
 
 
 def widened(bars: Ints, doublings: NDArray[np.integer]) -> Ints:
-    """Double the range of each histogram [n, NUM_BARS] with counts, `doublings` times."""
+    """Double the range of each histogram [n, NUM_BARS] `doublings` times, unless it is empty."""
     bars = bars.copy()
     left = np.where(bars.any(1), np.minimum(doublings, NUM_BARS.bit_length()), 0)
     while (grow := left > 0).any():

@@ -1,10 +1,12 @@
-"""Guards of routes, and the engine's calls that routes use. The routes of compat use this file too.
+"""The guards of routes, and the engine's methods that routes call. The routes in the folder compat
+use this file too.
 
 Owns:  Engine, RunningSweep, ScopeState (`app.state.scope`), RefusalError, Route, `admin`,
        `in_turn`.
 Runs:  in each API server process, after vLLM's authentication.
 
-Promise: the operator's key is compared in constant time. Every refusal has OpenAI's shape.
+Promise: a given key is compared with the operator's key in constant time. Every refusal has the
+format of OpenAI's errors.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from vllm_scope.sweeps.table import SweepTable
 from vllm_scope.sweeps.wire import AskedSweep
 
 T = TypeVar("T")
-#: The largest count of numbers in all lists of a body. 80 vectors of 8,192 numbers have fewer.
+#: The largest count of numbers in all lists of a body. 80 vectors of 8,192 numbers have fewer
+#: numbers than this.
 MOST_NUMBERS = 1 << 20
 #: The largest number of characters in the message of a refusal.
 MOST_MESSAGE = 2000
@@ -44,7 +47,7 @@ _STATUS = {
 
 
 class Engine(Protocol):
-    """The calls of an engine that routes need. A call raises SpecError if the request is wrong."""
+    """The engine's methods that routes call. A method raises SpecError if the request is wrong."""
 
     async def describe(self) -> dict[str, Any]: ...
     async def load(self) -> tuple[int, int]: ...
@@ -64,7 +67,7 @@ class Engine(Protocol):
 
 class RunningSweep(Protocol):
     """A sweep that a request has started. The server runs a limited number of sweeps at a time.
-    After `close`, another sweep can start.
+    After a call of `close`, the server can start another sweep.
 
     Attributes:
         table: the sweep's values, which arrive while the sweep runs.
@@ -76,19 +79,19 @@ class RunningSweep(Protocol):
     async def run(self, tell: Callable[[Cell], object]) -> None:
         """Call `tell` with each cell as soon as the cell arrives, and close the sweep at the end.
         The caller runs this method in a separate task. If the task is cancelled, all requests of
-        the sweep end. Raises ScopeError if a prompt could not be read."""
+        the sweep end. Raises ScopeError if the request that reads a prompt has failed."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class ScopeState:
-    """The objects that all routes of an app share, as `app.state.scope`.
+    """The objects that all routes of an app share. The app has a ScopeState as `app.state.scope`.
 
     Attributes:
-        engine: returns the engine, or None if the server has no engine with taps.
-        showing: a lock for routes whose answers have edits (up to 8 MiB) or sums. The server builds
-            only one of these answers at a time.
+        engine: a function that returns the engine, or None if the server has no engine with taps.
+        showing: a lock for routes whose answers contain edits (up to 8 MiB) or sums of rows. With
+            the lock, the server builds only one answer with edits or sums at a time.
     """
 
     settings: ServerSettings
@@ -102,8 +105,8 @@ class ScopeState:
 
 
 class RefusalError(Exception):
-    """A route raises this to refuse a request. The answer has the error's status and message, in
-    the shape of OpenAI's errors."""
+    """A route raises this exception to refuse a request. The answer to the request has the
+    exception's status and message, in the format of OpenAI's errors."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -111,7 +114,7 @@ class RefusalError(Exception):
 
 
 def refusal(status: int, message: str, **headers: str) -> JSONResponse:
-    """The answer to a refused request, in the shape of OpenAI's errors."""
+    """The answer to a refused request, in the format of OpenAI's errors."""
     return JSONResponse(error_body(status, message), status, headers)
 
 
@@ -124,13 +127,13 @@ def error_body(status: int, message: str) -> dict[str, object]:
 
 
 async def refused(request: Request, error: Exception) -> Response:
-    """The app's handler of RefusalErrors."""
+    """The answer to a request for which a route has raised a RefusalError."""
     assert isinstance(error, RefusalError)
     return refusal(error.status, str(error))
 
 
 class _Bounded(Request):
-    """A request whose JSON is parsed in a thread, after the JSON's items have been counted."""
+    """A request whose body is parsed as JSON in a thread, after the JSON's items were counted."""
 
     async def json(self) -> object:
         body = await self.body()
@@ -141,10 +144,10 @@ class _Bounded(Request):
 
 
 class Route(APIRoute):
-    """A route whose errors all have OpenAI's shape, including the errors that FastAPI raises.
+    """A route whose error answers all have OpenAI's format, also for errors that FastAPI raises.
 
-    If a route needs the operator's key, the key is checked before the body is read. FastAPI alone
-    would read the body before it checks the route's dependencies.
+    If a route needs the operator's key, the key is checked before the body is read. Without this
+    class, FastAPI would read the body first, and check the route's dependencies afterwards.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[None, None, Response]]:
@@ -163,7 +166,7 @@ class Route(APIRoute):
 
 
 def state_of(request: Request) -> ScopeState:
-    """`app.state.scope` of the app that received a request."""
+    """The ScopeState of the app that received a request."""
     state = request.app.state.scope
     assert isinstance(state, ScopeState)
     return state
@@ -178,8 +181,8 @@ def engine_of(request: Request) -> Engine:
 
 
 async def asked(call: Awaitable[T]) -> T:
-    """The result of a call. A CapacityError becomes a refusal with status 429. Any other ScopeError
-    becomes a refusal with status 400."""
+    """The result of a call of an engine's method. A CapacityError becomes a refusal with status
+    429. Any other ScopeError becomes a refusal with status 400."""
     try:
         return await call
     except CapacityError as error:
@@ -190,11 +193,12 @@ async def asked(call: Awaitable[T]) -> T:
 
 @asynccontextmanager
 async def in_turn(request: Request, clearing: bool = False) -> AsyncIterator[Engine]:
-    """Wait until no other change by an operator is running, then yield the engine. Other changes
-    wait until the `async with` block ends.
+    """Wait until no other change by an operator is running, then yield the engine. Other changes by
+    operators wait until the `async with` block ends.
 
     Args:
-        clearing: True if the change ends edits. Such a change works with a full disk.
+        clearing: True if the change ends edits. A change that ends edits also works when the disk
+            is full.
     """
     engine = engine_of(request)
     try:
@@ -211,7 +215,7 @@ AdminKeyOrBearer = Annotated[
     str | None,
     Header(
         alias=ADMIN_KEY,
-        description="The server's VLLM_SCOPE_ADMIN_KEY. The bearer token can be this key instead.",
+        description="The server's VLLM_SCOPE_ADMIN_KEY. The key can also be the bearer token.",
     ),
 ]
 
@@ -220,28 +224,30 @@ def admin(request: Request, key: AdminKey = None) -> None:
     """Raises RefusalError for a request without the operator's key. Routes that need the key have
     this function as a dependency."""
     if key is None:
-        raise RefusalError(401, "this needs the operator's key in the header X-Scope-Admin-Key.")
+        raise RefusalError(
+            401, "this route needs the operator's key in the header X-Scope-Admin-Key."
+        )
     if not state_of(request).settings.is_operators(key):
         raise RefusalError(403, "X-Scope-Admin-Key is not this server's operator's key.")
 
 
 def admin_or_bearer(request: Request, key: AdminKeyOrBearer = None) -> None:
-    """Like `admin`, but the operator's key can also be the bearer token. If the server has API
-    keys, vLLM accepts only one of these keys as the bearer token."""
+    """Like `admin`, but the request can also send the operator's key as the bearer token. If the
+    server has API keys, vLLM accepts only an API key as the bearer token."""
     scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
     operators = scheme.lower() == "bearer" and state_of(request).settings.is_operators(bearer)
     if key is not None or not operators:
         admin(request, key)
 
 
-#: For OpenAPI: the answer of a route that sends a file.
+#: The OpenAPI description of the answer of a route that sends a file.
 A_FILE: dict[int | str, dict[str, object]] = {
     200: {"content": {"application/octet-stream": {}}, "description": "A safetensors file."}
 }
 
 
 def takes(media: str, schema: Mapping[str, object], description: str = "") -> dict[str, object]:
-    """For OpenAPI: the request's body, for a route that parses the body itself."""
+    """The OpenAPI description of a request's body, for a route that parses the body itself."""
     told = {"description": description} if description else {}
     return {"requestBody": {"required": True, **told, "content": {media: {"schema": schema}}}}
 
@@ -251,5 +257,5 @@ def json_answer(content: bytes) -> Response:
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, object]]:
-    """For OpenAPI: a Refusal as the answer with each of these statuses."""
+    """The OpenAPI description of a route's refusals: one Refusal for each of the given statuses."""
     return {status: {"model": Refusal} for status in statuses}

@@ -1,12 +1,12 @@
-"""The results of one HTTP request, put into its answer or into its chunks.
+"""Puts the results of one HTTP request into the request's answer, or into the chunks of a stream.
 
 Owns:  Answer, `current`.
 Runs:  in an API server process, on its event loop.
-From:  engine.http, which passes on each output.   To: choice, store, faces.
+From:  engine.http (the engine's outputs).   To: choice (makes a `scope`), store (files), faces.
 
 Promise: the answer to a request without `scope` has a `scope` only if a monitor gave a verdict. In
-a stream, the last chunk of a choice has the fields of faces. If no sent part of the answer names a
-file, the server deletes the file.
+a stream, the last chunk of a choice has the fields that faces add to the choice. If the server has
+kept a file, and no part of the answer that was sent names the file, the server deletes the file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vllm_scope.server.options import ScopeOptions
 from vllm_scope.server.store import Kept, Store
 
 #: Limit of the bytes of rows and scores inside one answer, for all choices together. The base64 and
-#: the JSON of these bytes take several times as much memory.
+#: the JSON of rows and scores take several times as much memory as the rows and scores.
 MAX_INLINE_BYTES = 32 << 20
 
 
@@ -48,17 +48,18 @@ class Answer:
 
     Args:
         options: None if the request has no `scope`.
-        choices_per_prompt: the request's `n`.
+        choices_per_prompt: the number of choices for each prompt, which is the request's `n`.
         streams: True if the answer comes in chunks.
 
     Attributes:
-        streams: True if each chunk carries the data that has arrived.
+        streams: True if the answer comes in chunks, and each choice has a `scope`.
         num_prompts: number of prompts. The server calls `add_prompt` for every prompt before the
             first generation starts.
-        replies: one Reply for each face whose keys the request has. The caller sets the Replies
-            before it calls `fill` or `chunk`.
+        replies: one Reply for each face whose keys the request has. The caller sets `replies`
+            before the first call of `fill` or `chunk`.
         error: the error of the first generation that failed.
-        opened: an event, set when the engine has accepted all generations or refused a generation.
+        opened: an event that is set when the engine has accepted all generations of the request, or
+            when a generation has failed.
         exchange: the request's Exchange. When the Exchange closes, the answer releases all rows.
     """
 
@@ -80,20 +81,22 @@ class Answer:
         self.exchange.closing.append(self._end)
         if self._native:
             self.exchange.expect = self._expect
-        #: Expected number of bytes in files.
+        #: The expected number of bytes that this answer puts into files.
         self._to_file = 0
         self._room = MAX_INLINE_BYTES
         self._per_prompt = choices_per_prompt
         self.num_prompts = self._num_opened = 0
-        #: Index of a choice -> its ChoiceScope.
+        #: Maps the index of a choice to the choice's ChoiceScope.
         self._choices: dict[int, ChoiceScope] = {}
         self._forget: list[Callable[[], None]] = []
-        #: Ids of the files that no sent part of the answer names yet.
+        #: Ids of the files that were kept for the part of the answer that is being built now.
         self._kept: list[str] = []
         self._abandoned = False
-        #: True if only the last chunk has data, because speculation can reject tokens.
+        #: True if only the last chunk of a choice has data, because speculative decoding can reject
+        #: tokens.
         self.holds = False
-        #: True if a chunk waits for data that is late. False after some data was lost.
+        #: True if a chunk is held back until its late data has arrived. False after some data was
+        #: lost.
         self.waits = True
 
     def add_prompt(self) -> int:
@@ -105,7 +108,8 @@ class Answer:
         if self.num_prompts and self._options.named:
             raise SpecError(
                 "a read has 'name', and there is more than one prompt: the files of the last "
-                "prompt would replace all others. Send one prompt a request, or leave the name out."
+                "prompt would replace all others. Send one prompt in each request, or leave the "
+                "name out."
             )
         self.num_prompts += 1
         return self.num_prompts - 1
@@ -129,9 +133,9 @@ class Answer:
         """Record that the engine has accepted one completion.
 
         Args:
-            forget: a function that releases the completion's rows, called by `close`; None if the
-                completion has no rows. Without the call, the frames of a cancelled request would
-                keep the rows until the garbage collector runs.
+            forget: a function that releases the completion's rows; None if the completion has no
+                rows. `close` calls `forget`. If `close` did not call `forget`, the stack frames of
+                a cancelled request would keep the rows until the garbage collector runs.
             sure: True if the engine can no longer refuse the completion.
         """
         if forget is not None:
@@ -153,14 +157,15 @@ class Answer:
         self.close()
 
     def take(self, prompt: int, completion: CompletionOutput) -> None:
-        """Keep the newest state of a completion, with its `scope`."""
+        """Store the newest state of a completion, which includes the completion's `scope`."""
         choice = self._choice(prompt, completion)
         choice.completion = completion
         if self.streams and not self.holds and completion.finish_reason is None:
             choice.cursor.look(completion.scope)
 
     def late(self, prompt: int, completion: CompletionOutput, behind: int) -> bool:
-        """True if a token that is `behind` or more tokens before the last token lacks data."""
+        """True if the data of some token is missing, and the token is `behind` or more tokens
+        before the last token."""
         last = len(completion.scope.transcript) - 1 - behind
         return self._choice(prompt, completion).cursor.late(last)
 
@@ -182,7 +187,7 @@ class Answer:
     async def fill(self, response: VllmResponse) -> None:
         """Set the fields of a whole answer and of each of its choices."""
         if not self._forget:
-            return  # no completion has rows, because the keys of faces request no rows
+            return  # no completion has rows, because the request's faces read no rows
         with self._keeping():
             for choice in response.choices:
                 known = self._choices[choice.index]
@@ -194,7 +199,7 @@ class Answer:
                     setattr(response, name, value)
 
     async def chunk(self, text: str) -> str:
-        """vLLM's server-sent event `text`, with this package's fields added to each choice."""
+        """Add this package's fields to each choice in `text`, a server-sent event of vLLM."""
         if not text.startswith("data: {") or not self._forget:
             return text
         body = msgspec.json.decode(text.removeprefix("data: "))
@@ -227,8 +232,9 @@ class Answer:
         self._kept.clear()
 
     async def _ended(self, number: int) -> tuple[Json, Json]:
-        """Two mappings: the faces' fields of a choice that has ended, and the faces' fields of the
-        whole response. The second mapping is empty until the last choice has ended."""
+        """Returns two mappings. The first mapping has the faces' fields of a choice that has ended.
+        The second mapping has the faces' fields of the whole response, and is empty until the last
+        choice has ended."""
         self._num_ended += 1
         own: Json = {}
         whole: Json = {}
@@ -244,7 +250,8 @@ class Answer:
         return self.num_prompts * self._per_prompt
 
     def keep(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Kept:
-        """Keep a file for the request's API key. The call blocks; never call it on the event loop.
+        """Keep tensors and metadata as a file that requests with the same API key can fetch. The
+        method blocks, and must not be called on the event loop.
 
         Raises:
             CapacityError: the store has no room, or the file cannot be written.
@@ -261,6 +268,6 @@ class Answer:
         return kept
 
 
-#: The Answer of the current HTTP request, if the answer has a scope or a face's fields. Otherwise
-#: the request's path; None outside of HTTP requests.
+#: The Answer of the current HTTP request, or the request's path if the answer has no scope and no
+#: fields of faces. None outside of HTTP requests.
 current: ContextVar[Answer | str | None] = ContextVar("vllm_scope_answer", default=None)

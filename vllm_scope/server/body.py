@@ -1,14 +1,15 @@
 """The body of an answer: the JSON that vLLM makes, and the tensors that are sent with the JSON.
 
 Owns:  JsonBody, BinaryBody, `body_for`.
-Runs:  in an API server process. `values` runs on any thread, all other methods on the event loop.
+Runs:  in an API server process. `values` runs on any thread. All other methods run on the event
+       loop.
 From:  choice (columns), exchange (the messages of vLLM's response).   To: exchange.
 
-vLLM's encoder takes 3 ms for a megabyte of base64. Therefore base64 is inserted after vLLM has
-encoded the JSON. Tensors of a binary answer never become text.
+vLLM's JSON encoder takes 3 ms for a megabyte of base64. To save this time, base64 is inserted into
+the JSON after vLLM has encoded the JSON. Tensors of a binary answer never become text.
 
 Promise: a JSON answer without tensors has exactly the bytes of vLLM's answer. An answer whose
-status is not 200 is JSON. A tensor's bytes are copied only when they are sent.
+status is not 200 is JSON. The bytes of a tensor are copied only when the tensor is sent.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from vllm_scope.results.column import Column
 from vllm_scope.server import encode
 from vllm_scope.server.encode import Buffer, Json
 
-#: If a tensor has fewer bytes, vLLM's encoder encodes its base64. For few bytes, the encoder is
-#: cheaper than the insertion of base64 into the encoded answer.
+#: If a tensor has fewer bytes than this, vLLM encodes the tensor's base64 together with the JSON.
+#: For few bytes, vLLM's encoding takes less time than the insertion of base64 into the JSON.
 SMALL_BYTES = 4 << 10
-#: Buffers of fewer bytes are joined, because a system call costs more than the copy.
+#: Buffers with fewer bytes than this are joined, because a copy of the bytes costs less time than
+#: one more system call.
 JOINED_BYTES = 64 << 10
 
 
 class Body(Protocol):
-    """How an answer's tensors are sent.
+    """Decides how the tensors of an answer are sent.
 
     Attributes:
         binary: True if the answer has the media type BINARY.
@@ -46,18 +48,19 @@ class Body(Protocol):
     binary: bool
 
     def begin(self) -> None:
-        """The Answer calls this one time if the answer has a scope."""
+        """The Answer calls this method one time, if the answer has a scope."""
 
     def values(self, choice: int, column: Column) -> Json:
-        """Take a column's values. Returns the JSON fields that say where the values are."""
+        """Add a column's values to the answer. Returns JSON fields that say where the values
+        are."""
 
     def messages(self, message: Message) -> Iterator[Message]:
-        """The messages to send in place of a message of vLLM's response."""
+        """The messages that the server sends instead of a message of vLLM's response."""
 
 
 class _Messages:
-    """Makes the ASGI messages of one response. The start message waits until the body's length is
-    known."""
+    """Makes the ASGI messages of one response. The first message of the response is held back until
+    the body's length is known."""
 
     def __init__(self) -> None:
         self._start: Message | None = None
@@ -90,21 +93,21 @@ class _Messages:
                 yield from _bodies(buffers, message)
 
     def _changes(self, streams: bool) -> bool:
-        """True if tensors can be added to the response. If False, the response's messages pass
-        unchanged. `messages` calls this at the response's start."""
+        """True if tensors can be added to the response. If False, the server sends the messages of
+        vLLM's response unchanged. `messages` calls this method when the response starts."""
         raise NotImplementedError
 
     def _head(self, headers: MutableHeaders) -> None:
         """Change the headers of a response."""
 
     def _buffers(self, content: bytes) -> Iterator[Buffer]:
-        """The whole body of a response, or the next bytes of a stream, with their tensors."""
+        """The whole body of a response or the next bytes of a stream, together with tensors."""
         raise NotImplementedError
 
 
 def _bodies(buffers: Iterator[Buffer] | list[Buffer], message: Message) -> Iterator[Message]:
-    """A body as messages: one message for each large buffer, and one message for all small buffers
-    between two large buffers."""
+    """Divide a body into messages. Each large buffer becomes one message. All small buffers between
+    two large buffers become one message together."""
     small: list[Buffer] = []
     for buffer in buffers:
         if len(buffer) < JOINED_BYTES:
@@ -119,11 +122,11 @@ def _bodies(buffers: Iterator[Buffer] | list[Buffer], message: Message) -> Itera
 
 
 class JsonBody(_Messages):
-    """JSON, with tensors in base64.
+    """A body that is JSON, and contains the tensors as base64.
 
     Args:
-        sent: True if the answer goes through `messages`, which inserts the base64. False: all
-            base64 is in the JSON that vLLM encodes.
+        sent: True if the answer goes through `messages`, which inserts the base64. If False, vLLM
+            encodes the base64 together with the rest of the JSON.
     """
 
     binary = False
@@ -131,7 +134,8 @@ class JsonBody(_Messages):
     def __init__(self, sent: bool = False) -> None:
         super().__init__()
         self._sent = sent
-        #: Marks where base64 is inserted. A random mark is in no text of a model.
+        #: Marks the places in the JSON at which base64 is inserted. The mark is random, so that no
+        #: text of a model contains the mark.
         self._mark = secrets.token_hex(16) if sent else ""
         self._kept: dict[int, bytes] = {}
         self._num_kept = 0
@@ -163,7 +167,8 @@ class JsonBody(_Messages):
 
 
 class BinaryBody(_Messages):
-    """A safetensors file with the JSON and the tensors; in a stream, one file for each event."""
+    """A body that is a safetensors file with the JSON and the tensors. In a stream, each event is
+    one such file."""
 
     binary = True
 
@@ -198,7 +203,8 @@ class BinaryBody(_Messages):
                 yield head_of(())
 
     def _file(self, answer: bytes) -> Iterator[Buffer]:
-        # Wide dtypes come first, so that each tensor is aligned. The answer comes last.
+        # Tensors with wide dtypes come first in the file, so that each tensor is aligned. The JSON
+        # of the answer comes last.
         found = sorted(self._tensors.items(), key=lambda item: -item[1].dtype.itemsize)
         self._tensors = {}
         shapes = [(name, CODE_OF[t.dtype], list(t.shape), t.nbytes) for name, t in found]
@@ -209,7 +215,8 @@ class BinaryBody(_Messages):
 
 
 def body_for(accept: str) -> Body:
-    """The body for a request: binary if the request's header `Accept` names BINARY, else JSON."""
+    """The body of the answer to a request. The body is a BinaryBody if the request's header
+    `Accept` names BINARY, otherwise a JsonBody."""
     for one in accept.split(","):
         kind, *parameters = (part.strip().lower() for part in one.split(";"))
         if kind == BINARY:

@@ -1,11 +1,12 @@
-"""A lock: the API server processes of a server make operators' changes one at a time.
+"""A lock with which the API server processes of a server make operators' changes one at a time.
 
 Owns:  Changes.
 Runs:  in each API server process, on its event loop.
 
 Without the lock, two changes could reach an engine's replicas in different orders, and the replicas
-would then differ. Some routes read the edits, extend the edits, and set the result. Without the
-lock, such a route would lose a change that another process makes meanwhile.
+would then differ. Some routes read the server-wide edits, add an edit, and set the result. Without
+the lock, a route that reads and then sets the edits would lose a change that another process makes
+in between.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from filelock import AsyncFileLock
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Seconds between two attempts to get the lock, and seconds after which a change fails.
+#: Seconds between two attempts to get the lock, and seconds after which a change that waits for the
+#: lock fails.
 _POLL_S, MOST_WAIT_S = 0.02, 60.0
 
 
@@ -30,7 +32,7 @@ class NoTurnError(Exception):
 
 
 class Changes:
-    """A lock among the processes of one server. A process that ends releases the lock.
+    """A lock that the processes of one server share. A process that ends releases the lock.
 
     Args:
         folder: a function that returns the folder that the processes share, and creates the folder
@@ -48,12 +50,13 @@ class Changes:
         """Hold the lock during the `async with` block.
 
         Args:
-            clearing: True if the change ends edits. If the lock's file cannot be created, such a
-                change waits only for changes of this process. Therefore an operator can always end
-                harmful edits.
+            clearing: True if the change ends edits. If the lock's file cannot be created, a change
+                that ends edits waits only for other changes of this process. In this way, an
+                operator can end harmful edits even if the disk is full.
 
         Raises:
-            NoTurnError: the lock was not free within MOST_WAIT_S, or its file cannot be created.
+            NoTurnError: the lock was not free within MOST_WAIT_S seconds, or the lock's file cannot
+                be created.
         """
         async with AsyncExitStack() as held:
             try:

@@ -1,12 +1,12 @@
-"""The `scope` of one choice: of a whole answer, or of each chunk of a stream.
+"""Makes the `scope` of one choice, for a whole answer or for each chunk of a stream.
 
 Owns:  ChoiceScope.
 Runs:  in an API server process, on its event loop.
-From:  answer.   To: encode, tokens, body.
+From:  answer.   To: encode (makes JSON), tokens (scored tokens), body (sends tensors).
 
 Promise: a chunk carries the values of its choice that have arrived since the last chunk, in
-position order. No value is sent twice. Each generated token is in one chunk, with the scores of its
-own row. The last chunk carries the remaining values and the counts.
+position order. No value is sent twice. Each generated token is in exactly one chunk, with the
+scores of the token's own row. The last chunk carries the remaining values and the counts.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from vllm_scope.server.faces import CompletionOutput, Keep
 from vllm_scope.server.options import ScopeOptions
 from vllm_scope.server.tokens import ScoredTokens
 
-#: Limit of the bytes of rows in one chunk. If the new rows take more bytes, the chunk has no rows:
-#: the last chunk names a file that has these rows.
+#: Limit of the bytes of rows in one chunk. If the new rows take more bytes than this limit, the
+#: chunk has no rows, and the last chunk names a file that has these rows.
 MAX_CHUNK_BYTES = 8 << 20
 #: Work on this many bytes or more runs in a thread. Work on fewer bytes takes less time than the
 #: start of a thread.
@@ -44,13 +44,14 @@ T = TypeVar("T")
 
 
 class ChoiceScope:
-    """Makes the `scope` of one choice, whole or chunk by chunk.
+    """Makes the `scope` of one choice, for the whole answer or for one chunk after another.
 
     Args:
         inline_bytes: limit of the bytes of a choice's rows inside the answer.
-        take_room: a function that reserves a number of bytes inside the answer. Returns False if
-            fewer bytes are free.
-        body: receives the values of rows. A binary body also receives features and lenses.
+        take_room: a function that reserves a number of bytes inside the answer. The function
+            returns False if fewer bytes than this number are free.
+        body: the answer's Body, which receives the values of rows. A BinaryBody also receives the
+            values of features and lenses.
         number: the choice's index.
 
     Attributes:
@@ -68,13 +69,15 @@ class ChoiceScope:
         self._binary, self._values = body.binary, partial(body.values, number)
         self._sparse_values = self._values if body.binary else None
         self._tokens = ScoredTokens()
-        #: Label of a column -> positions of values that did not fit into their chunk.
+        #: Maps the label of a column to the positions of the values that did not fit into their
+        #: chunk.
         self._held_back: dict[Label, list[np.ndarray]] = {}
-        #: Labels of the columns in earlier chunks.
+        #: Labels of the columns that were in earlier chunks.
         self._said: set[Label] = set()
 
     def flags(self) -> Json:
-        """The field `scope` of a request without scope: the verdicts of monitors, or {}."""
+        """The field `scope` of a choice whose request has no scope. The field contains the verdicts
+        of monitors, and is absent if no monitor has given a verdict."""
         result = self.completion.scope
         found = {} if result is None else encode.verdicts(result.verdicts, result.begun)
         return {"scope": found} if found else {}
@@ -117,7 +120,7 @@ class ChoiceScope:
             told = self._new(scores)
             told |= {"rows": await self._with_values(rows)}
             return told | tokens | encode.verdicts(cursor.verdicts(), cursor.begun())
-        # If values of a column were held back, only the file has the column's values.
+        # If earlier chunks have left out values of a column, only the file has the column's values.
         everything, here = encode.for_callers(result.columns()), [*scores, *rows]
         late = []
         for column in everything:
@@ -145,8 +148,8 @@ class ChoiceScope:
         return told
 
     def _fitting(self, columns: Iterable[Column], fit: bool) -> list[Column]:
-        """The columns that have values. If `fit` is False, the list is empty, and the positions are
-        held back for the last chunk."""
+        """The columns that have values. If `fit` is False, the list is empty, and the columns'
+        positions are stored for the last chunk."""
         found = [column for column in columns if len(column.positions)]
         if fit:
             return found
@@ -155,8 +158,8 @@ class ChoiceScope:
         return []
 
     def _told(self, scores: Sequence[Column], settled: int | None) -> Json:
-        """The field `tokens`. {} if the caller's request has no probes, or if the tokens have too
-        many scores."""
+        """A mapping with the field `tokens`. The mapping is empty if the caller's request has no
+        probes, or if the tokens have too many scores."""
         result = self.completion.scope
         if not result.own_probes:
             return {}
@@ -167,11 +170,12 @@ class ChoiceScope:
         return {"tokens": found}
 
     async def _rows(self, rows: list[Column], sent: list[Json], keep: bool) -> Json:
-        """The fields `rows` (with values, if they are inline) and `result` (the file, or None).
+        """The fields `rows` and `result`. The items of `rows` have values only if the rows are
+        inside the answer. `result` describes the file with the rows, or is None.
 
         Args:
-            sent: items of `rows` that were encoded earlier.
-            keep: True to write the file even if the rows are inline.
+            sent: items of `rows` that are already encoded.
+            keep: True to write the file even if the rows are inside the answer.
         """
         size = sum(column.nbytes for column in rows)
         in_file = size > 0 and (
@@ -197,8 +201,9 @@ class ChoiceScope:
         return body
 
     async def _with_values(self, rows: list[Column]) -> list[Json]:
-        """The items of `rows` with their values. If THREAD_BYTES or more must be encoded as base64
-        or decoded, a thread does the work. The event loop can then run meanwhile."""
+        """The items of the field `rows`, with the values of the rows. If THREAD_BYTES bytes or more
+        must be encoded as base64 or decoded, a thread does this, so that the event loop can go
+        on."""
         works = not self._binary or any(isinstance(c.source, EncodedRows) for c in rows)
         large = works and sum(column.nbytes for column in rows) >= THREAD_BYTES
         return await _aside(large, lambda: encode.rows(rows, self._values))
@@ -216,8 +221,8 @@ def _is_large(result: ScopeResult) -> bool:
 
 
 def _split(columns: Iterable[Column]) -> tuple[list[Column], list[Column]]:
-    """Two lists: the columns of scores, features and lenses, and the columns of rows. Columns of
-    the operator's monitors are left out."""
+    """Returns two lists. The first list has the columns of scores, features and lenses, and the
+    second list has the columns of rows. Columns of the operator's monitors are left out."""
     found: tuple[list[Column], list[Column]] = ([], [])
     for column in encode.for_callers(columns):
         found[not isinstance(column.label, str)].append(column)

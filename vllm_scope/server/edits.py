@@ -1,10 +1,10 @@
 """Server-wide edits: the check of an operator's body, and the JSON that shows the edits.
 
 Owns:  `decoded` (for any body), `checked` and `shown` (for edits), `monitors` (for monitors).
-Runs:  in a thread of an API server process, because each function reads a whole text.
+Runs:  in a thread of an API server process, because the work takes time if a body is long.
 
-Promise: the items of a text are counted before the text is parsed. The result of `shown` has a
-bounded size.
+Promise: the items in the JSON of a body are counted before the JSON is parsed. The result of
+`shown` has a bounded size.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from vllm_scope import errors
 from vllm_scope.errors import SpecError
 from vllm_scope.request.bounded_json import MOST_ITEMS, decode
 
-#: If the edits take more bytes, `shown` gives only the dtype and the shape of each vector.
+#: If the edits take more bytes than this, `shown` gives only the dtype and shape of each vector.
 MOST_SHOWN_BYTES = 8 << 20
-#: `shown` always gives a list of at most this many items.
+#: A list of at most this many items is always in the result of `shown`.
 _SHORT_LIST = 64
 
 
@@ -31,7 +31,7 @@ class _Shown(msgspec.Struct):
 
 
 def decoded(body: bytes, most_items: int = MOST_ITEMS) -> tuple[str, object]:
-    """A request's body as text, and the value of the body's JSON.
+    """Returns a request's body as text, and the parsed JSON of the body.
 
     Raises:
         SpecError: the body is not UTF-8 or not JSON, or has more nodes or items than
@@ -45,10 +45,11 @@ def decoded(body: bytes, most_items: int = MOST_ITEMS) -> tuple[str, object]:
 
 
 def checked(body: bytes) -> str:
-    """The text of a body that has a list of edits.
+    """Check that a body has a list of edits, and return the body as text.
 
     Raises:
-        SpecError: as `decoded`, or the body is not an object whose only field is `edits`, a list.
+        SpecError: `decoded` refuses the body, or the body is not an object whose only field is the
+            list `edits`.
     """
     text, found = decoded(body)
     given = found if isinstance(found, dict) else {}
@@ -65,10 +66,11 @@ def checked(body: bytes) -> str:
 
 
 def monitors(body: bytes) -> object:
-    """The monitors of a body, by name.
+    """The field `monitors` of a body, which has each monitor under its name.
 
     Raises:
-        SpecError: as `decoded`, or the body is not an object whose only field is `monitors`.
+        SpecError: `decoded` refuses the body, or the body is not an object whose only field is
+            `monitors`.
     """
     _, found = decoded(body)
     if not isinstance(found, dict) or set(found) != {"monitors"}:
@@ -94,7 +96,8 @@ def shown(text: str | None, digest: str | None = None) -> bytes:
 
 
 def _short(edit: dict[str, object]) -> dict[str, object]:
-    """An edit without the numbers of its vectors, except for lists of at most _SHORT_LIST items."""
+    """A copy of an edit without the numbers of vectors. Lists of at most _SHORT_LIST numbers
+    stay."""
     found: dict[str, object] = {}
     for name, value in edit.items():
         if isinstance(value, list) and len(value) > _SHORT_LIST:

@@ -1,4 +1,4 @@
-"""Results as JSON (counts, positions, scores and features), and as named tensors.
+"""Encodes results as JSON (counts, positions, scores and features), and as named tensors.
 
 Owns:  the format of a choice's `scope`, which docs/http.md describes.
 
@@ -32,33 +32,34 @@ from vllm_scope.sinks import Manifest
 Json = dict[str, object]
 #: A tensor's bytes, without a copy.
 Buffer = bytes | memoryview
-#: Adds a column's values to the answer. Returns fields for the column's JSON item, which say where
-#: the values are.
+#: A function that adds a column's values to the answer. The function returns fields for the
+#: column's JSON item, which say where the values are.
 Values = Callable[[Column], Json]
-#: A column's name. Of a stream: (site, layer, "after" or "before"). Of a probe or of features: the
-#: action's name.
+#: The name of a column. The name of a stream is (site, layer, "after" or "before"). The name of a
+#: probe or of features is the action's name.
 Label = tuple[str, int, str] | str
 
-#: Limit of a choice's numbers of scores, features and lenses inside the answer.
+#: The largest count of numbers of scores, features and lenses inside the answer, for one choice.
 MAX_INLINE_SCORES = 16_384
-#: Endings of tensor names in a file. Every column has `.positions`. Features also have `.indices`
-#: and `.tokens`. Lenses also have `.token_ids`.
+#: Endings of tensor names in a file. Every column has a tensor with the ending `.positions`.
+#: Features also have tensors with the endings `.indices` and `.tokens`. Lenses also have a tensor
+#: with the ending `.token_ids`.
 POSITIONS, INDICES, TOKENS = ".positions", ".indices", ".tokens"
 TOKEN_IDS = ".token_ids"
 ENDINGS = (POSITIONS, INDICES, TOKENS, TOKEN_IDS)
 
 
 def for_callers(columns: Iterable[Column]) -> list[Column]:
-    """The columns without the scores of an operator's monitors."""
+    """The columns that callers receive: all columns except the scores of an operator's monitors."""
     return [c for c in columns if not (isinstance(c.label, str) and is_monitor(c.label))]
 
 
 def spans(positions: np.ndarray) -> list[list[int]]:
-    """Ascending positions as half-open spans."""
+    """Convert ascending positions to half-open spans."""
     if not len(positions):
         return []
     first, last = int(positions[0]), int(positions[-1]) + 1
-    if last - first == len(positions):  # the most frequent case
+    if last - first == len(positions):  # the most frequent case: no position is missing
         return [[first, last]]
     breaks = np.flatnonzero(np.diff(positions) != 1)
     starts = positions[np.concatenate([[0], breaks + 1])]
@@ -80,7 +81,7 @@ def _fields(of: ScopeResult | Manifest, *names: str) -> Json:
 
 
 def _manifest(found: Manifest) -> Json:
-    """A sink's counts. Only manifests for the operator have `details`."""
+    """A sink's counts. A manifest has `details` only if the request has the operator's key."""
     body = _fields(found, "status", "reason") | {"names": found.files}
     return body | ({"details": found.details} if found.details else {})
 
@@ -121,13 +122,13 @@ def tensors_of(column: Column) -> dict[str, Tensor]:
 
 
 def buffer_of(tensor: Tensor) -> memoryview:
-    """The bytes of a CPU tensor; a view if the tensor is contiguous."""
+    """The bytes of a CPU tensor. If the tensor is contiguous, the bytes are not copied."""
     return bytes_of(tensor).data
 
 
 def _sparse_tensors(name: str, rows: SparseRows, positions: Tensor) -> dict[str, Tensor]:
-    """The tensors of features: a COO matrix, and the positions that were encoded. The tensors of a
-    lens: two dense tensors, and the lens's positions."""
+    """The tensors of a column of features or of a lens. Features become a COO matrix and the
+    positions that were encoded. A lens becomes two dense tensors and the lens's positions."""
     if rows.lens is not None:
         top = TopTokens.of_rows(rows, positions)
         return {
@@ -172,8 +173,8 @@ def told(
 
     Args:
         late: columns whose values are left out.
-        values: receives the values of features and lenses. If None, the values are numbers in the
-            JSON.
+        values: a function that receives the values of features and lenses. If `values` is None, the
+            values of features and lenses are numbers in the JSON.
         said: labels of features whose `num_features` and `asked` are left out, because an earlier
             chunk has these fields.
     """
@@ -199,12 +200,13 @@ def told(
 
 
 def scores(columns: Iterable[Column], inline: bool) -> Json:
-    """The field `scores`, by the probes' names. If `inline` is False, it has no values."""
+    """The field `scores`, by the probes' names. If `inline` is False, the field has no values."""
     return {str(column.label): _scores(column, inline) for column in columns}
 
 
 def _features(column: Column, rows: SparseRows, inline: bool) -> Json:
-    """One `Features` as JSON. `indices` and `values` have a list for each position of `spans`."""
+    """Encode the result of one `Features` as JSON. `indices` and `values` have a list for each
+    position of `spans`."""
     body: Json = {"spans": spans(column.positions)}
     if inline:
         sparse = SparseFeatures(rows, torch.arange(len(rows)))
@@ -221,8 +223,8 @@ def _read(rows: SparseRows) -> Json:
 
 
 def _lens(column: Column, rows: SparseRows, inline: bool) -> Json:
-    """One layer of a lens as JSON. `token_ids` and `log_probs` have a list for each position of
-    `spans`."""
+    """Encode one layer of a lens as JSON. `token_ids` and `log_probs` have a list for each position
+    of `spans`."""
     assert rows.lens is not None
     name, layer = rows.lens
     body: Json = {"name": name, "layer": layer, "spans": spans(column.positions)}
@@ -234,11 +236,12 @@ def _lens(column: Column, rows: SparseRows, inline: bool) -> Json:
 
 
 def num_numbers(columns: Iterable[Column]) -> int:
-    """How many numbers of scores, features and lenses `told` writes inline."""
+    """How many numbers `told` writes into the JSON for columns of scores, features and lenses."""
     total = 0
     for column in columns:
         if isinstance(column.source, SparseRows):
-            # A position counts as one number, because a position without features has brackets.
+            # Each position counts as one number, because the JSON has an empty list for a position
+            # without features.
             total += len(column.positions) + 2 * int(column.source.counts.sum())
         else:
             total += len(column.positions) * (1 if column.aggregates is None else 2)
@@ -265,7 +268,7 @@ def verdicts(found: Mapping[str, Verdict], begun: Mapping[str, int]) -> Json:
 
 
 def decisions(found: Sequence[Decided]) -> Json:
-    """The field `decisions`; absent if a policy has decided nothing."""
+    """The field `decisions`, which is absent if no policy has made a decision."""
     told = [msgspec.structs.asdict(one) for one in found]
     return {"decisions": told} if told else {}
 

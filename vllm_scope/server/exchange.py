@@ -1,9 +1,9 @@
-"""One HTTP request and its answer on their way through the server.
+"""One HTTP request and its answer, while the server processes the request.
 
-Owns:  Exchange, which also disconnects clients that do not read.
+Owns:  Exchange, which also disconnects clients that do not read their answer.
 Runs:  in each API server process, on its event loop.
-From:  limits.Door, which creates an Exchange for each request.   To: answer; results (as
-       `budget.asking`).
+From:  limits.Door, which creates an Exchange for each request.   To: answer, results.budget (the
+       variable `asking`).
 
 Promise: if a client does not read a piece of its answer within the timeout, the server disconnects
 the client. If an answer names a file and could not be sent, the file is deleted.
@@ -34,16 +34,16 @@ class Exchange(Asker):
     """A request and its answer.
 
     Attributes:
-        timed: True if the client must read each piece of the answer within `write_timeout_s`. False
-            for plain requests.
+        timed: True if the client must read each piece of the answer within `write_timeout_s`.
+            `timed` is False for requests that use nothing of this package.
         untold: functions that delete one file each. `close` calls the functions at the end of the
             request. After the server has sent the part of the body that names a file, the file's
-            function is removed.
+            function is removed from the list.
         closing: functions that `close` calls and awaits at the end of the request, the last
             function first. The functions close objects that otherwise only the garbage collector
-            would close. An example is a stream's generator, if the client left while a chunk was
-            sent.
-        body: how the answer's tensors are sent.
+            would close. An example of such an object is the generator of a stream whose client left
+            while a chunk was sent.
+        body: the Body, which decides how the answer's tensors are sent.
     """
 
     operator: bool = False
@@ -55,8 +55,8 @@ class Exchange(Asker):
     _gone: bool = False
 
     def sender(self, scope: Scope, receive: Receive, send: Send, timeout_s: float) -> Send:
-        """ASGI's `send` with the timeout. Removes the functions of `untold` whose files the sent
-        body has named."""
+        """ASGI's `send` with a timeout for each piece. After a part of the body was sent, `untold`
+        loses the functions for the files that this part has named."""
 
         async def sending(message: Message) -> None:
             if not (self.timed or self.untold or self._gone):
@@ -88,8 +88,8 @@ class Exchange(Asker):
                 raise
 
     async def close(self) -> None:
-        """Call the functions of `closing`, then the functions of `untold`. Nothing more is sent
-        after the call."""
+        """Call the functions of `closing`, then the functions of `untold`. After this call, the
+        server sends nothing more to the client."""
         while self.closing:
             with _logged():
                 await self.closing.pop()()
@@ -100,7 +100,8 @@ class Exchange(Asker):
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """Log an error of the `with` block, so that `close` calls the remaining functions too."""
+    """Log an error of the `with` block and do not raise the error, so that `close` calls the
+    remaining functions too."""
     try:
         yield
     except Exception:
@@ -108,7 +109,7 @@ def _logged() -> Iterator[None]:
 
 
 def running(owner: str) -> Exchange:
-    """The Exchange of the current request; outside of a server, a new Exchange."""
+    """The Exchange of the current request, or a new Exchange outside of a server."""
     found = asking.get()
     return found if isinstance(found, Exchange) else Exchange(owner)
 
@@ -136,9 +137,9 @@ async def _has_left(receive: Receive) -> bool:
 
 
 def _hang_up(scope: Scope) -> bool:
-    """Abort a connection and drop the connection's unsent data. A plain close would wait until the
-    client has read the data. Returns False if no connection was found, for example with a server
-    other than uvicorn.
+    """Abort a connection and drop the connection's unsent data. A normal close of the connection
+    would wait until the client has read the data. Returns False if no connection was found, for
+    example with a server other than uvicorn.
 
     Source: uvicorn 0.54, protocols/http/httptools_impl.py, HttpToolsProtocol; vLLM 0.32,
     entrypoints/launchers/launcher.py: `app.state.server`.
@@ -147,8 +148,9 @@ def _hang_up(scope: Scope) -> bool:
     connections = list(getattr(getattr(server, "server_state", None), "connections", ()))
     found = [one for one in connections if getattr(one, "scope", None) is scope]
     if not found and _is_peer(scope):
-        # A connection has the scope of its newest request. If the client has sent a second request
-        # meanwhile, the connection is found by the client's address.
+        # A connection object of uvicorn has the ASGI scope of the connection's newest request. If
+        # the client has already sent a second request, the connection is found by the client's
+        # address.
         found = [one for one in connections if getattr(one, "client", None) == scope["client"]]
     for connection in found:
         connection.transport.abort()
@@ -156,7 +158,7 @@ def _hang_up(scope: Scope) -> bool:
 
 
 def _is_peer(scope: Scope) -> bool:
-    """True if the scope's client is the connection's address. A unix socket has no address. Behind
-    a proxy, the client's address comes from a header."""
+    """True if `scope["client"]` is the address at the other end of the connection. A unix socket
+    has no address. Behind a proxy, `scope["client"]` comes from a header."""
     forwarded = any(name == b"x-forwarded-for" for name, _ in scope["headers"])
     return scope["client"] is not None and not forwarded

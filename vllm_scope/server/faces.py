@@ -1,12 +1,12 @@
-"""Faces over HTTP: their keys in requests, and their fields in answers.
+"""The keys of faces in HTTP requests, and the fields of faces in HTTP answers.
 
-Owns:  HttpFace (the registration of a face), Reply (a face's fields of one answer), Words,
-       CompletionOutput.
+Owns:  HttpFace (the registration of a face), Reply (a face's fields of one answer), Words (the keys
+       of faces in one request), CompletionOutput.
 Runs:  in each API server process, on its event loop.
 From:  compat.   To: engine.http (requests), answer (answers), routes (routers).
 
-Promise: a key belongs to one face, and a request can have a key only one time. If no face accepts a
-key over HTTP, the request is refused.
+Promise: a key belongs to one face, and a request can have a key only one time. A request with a key
+that faces accept only offline is refused.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
 
-#: Keeps tensors and metadata as a file that the request's API key can fetch. The call blocks, and
-#: raises CapacityError if the store has no room.
+#: A function that keeps tensors and metadata as a file. Requests with the same API key can fetch
+#: the file. The function blocks, and raises CapacityError if the store has no room.
 Keep = Callable[[Mapping[str, Tensor], Mapping[str, str]], Kept]
 
 
 class CompletionOutput(Protocol):
-    """vLLM's CompletionOutput (offline: `output.outputs[i]`) with the attributes of this package.
+    """The CompletionOutput of vLLM, with the attributes that this package adds. Offline,
+    `output.outputs[i]` is a CompletionOutput.
 
     Attributes:
-        scope_texts: the text that each generated token added.
+        scope_texts: for each generated token, the text that the token added to `text`.
     """
 
     index: int
@@ -46,37 +47,38 @@ class CompletionOutput(Protocol):
 
 
 class Reply:
-    """The fields that a face adds to the answer of one request. The base class adds no fields.
+    """The fields that a face adds to the answer of one request. The class `Reply` adds no fields.
 
     The server calls the methods in a thread, one at a time. Each method returns JSON, and is
-    allowed to block. An error in a method fails the request. Therefore a method reports missing
-    data as a field's value.
+    allowed to block. If a method raises an error, the whole request fails. Therefore a method does
+    not raise an error for missing data, but reports the missing data as the value of a field.
     """
 
     def choice(self, number: int, of: int, completion: CompletionOutput) -> Mapping[str, object]:
-        """Fields of a choice that has ended. The Answer calls this one time for each choice, in the
-        order in which the choices end.
+        """Fields of a choice that has ended. The Answer calls this method one time for each choice,
+        in the order in which the choices end.
 
-        In a stream, the chunk with `finish_reason` has these fields.
+        In a stream, the returned fields are in the chunk that has `finish_reason`.
 
         Args:
             number: the choice's index.
-            of: number of choices in the answer: `n` for each prompt.
+            of: number of choices in the answer, which is `n` times the number of prompts.
             completion: the completion, with the attributes that the face's decorator has set.
         """
         return {}
 
     def whole(self) -> Mapping[str, object]:
-        """Fields of the whole response. The Answer calls this after the last call of `choice`.
+        """Fields of the whole response. The Answer calls this method after the last call of
+        `choice`.
 
-        In a stream, the chunk that ends the last choice has these fields.
+        In a stream, the returned fields are in the chunk that ends the last choice.
         """
         return {}
 
 
 class FirstReply(Reply):
-    """Adds one field, `name`. The response has the first choice's value. If there are several
-    choices, each choice also has its own value."""
+    """Adds one field, whose name is `name`. In the response, the field has the first choice's
+    value. If there are several choices, each choice also has the field, with its own value."""
 
     name: str
 
@@ -98,24 +100,25 @@ class FirstReply(Reply):
         return self._first
 
 
-#: (values of the face's keys, a Keep for files) -> Reply. The server calls this before the request
-#: enters the engine. Raises SpecError for values that are possible offline only. The face's
-#: translator refuses all other wrong values.
+#: A function that makes a Reply from the values of the face's keys and a Keep for files. The server
+#: calls the function before the request enters the engine. The function raises SpecError for values
+#: that are possible only offline. The face's translator refuses all other wrong values.
 Begin = Callable[[Mapping[str, object], Keep], Reply]
 
 
 @dataclass(frozen=True)
 class HttpFace:
-    """A face over HTTP: its keys, its Reply to a request, and its routes.
+    """The keys of a face over HTTP, the face's Reply to a request, and the face's routes.
 
     Attributes:
-        keys: the keys of `vllm_xargs` that the face's translator accepts. A value is a number, a
-            string (also JSON text), or a list of numbers and strings.
-        fields: the keys that can also be fields of the body, with any JSON as value.
-        begin: makes the Reply to a request that has some of the keys.
-        reading: routers for every client with the API key. Each router has its own prefix below
-            /v1, where vLLM authenticates.
-        changing: routers for the operator, added only if the server has an operator's key.
+        keys: the keys of `vllm_xargs` that the face's translator accepts. The value of a key is a
+            number, a string (also JSON text), or a list of numbers and strings.
+        fields: the keys that can also be fields of the request's body, with any JSON as value.
+        begin: a function that makes the Reply to a request that has some of the keys.
+        reading: routers of routes for every client that has the API key. Each router has its own
+            prefix below /v1, where vLLM checks the API key.
+        changing: routers of routes for the operator. The routes exist only if the server has an
+            operator's key.
         bearer: True if the routes of `changing` also accept the operator's key as the bearer token.
     """
 
@@ -139,7 +142,8 @@ _faces: dict[str, HttpFace] = {}
 
 
 def register(face: HttpFace) -> None:
-    """Add a face, which replaces a face of the same name. Call this before the app is created."""
+    """Add a face, which replaces a face of the same name. Call `register` before the app is
+    created."""
     _faces[face.name] = face
 
 
@@ -152,17 +156,17 @@ def registered() -> list[HttpFace]:
 
 
 def has_fields(body: Mapping[str, object]) -> bool:
-    """True if a body has a field of a face."""
+    """True if the body of a request has a field that belongs to a face."""
     return any(not face.fields.isdisjoint(body) for face in _faces.values())
 
 
 @dataclass(frozen=True)
 class Words:
-    """The keys of faces in one request, and their values, by face.
+    """The keys of faces in one request, with the values of the keys, grouped by face.
 
     Attributes:
-        fields: the keys that were fields of the request's body. The caller adds these keys to
-            `vllm_xargs`.
+        fields: the keys that were fields of the request's body. The caller of `find` adds the keys
+            in `fields` to `vllm_xargs`.
     """
 
     values: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
@@ -172,15 +176,15 @@ class Words:
     def find(
         given: Mapping[str, object], body: Mapping[str, object] | None, foreign: Iterable[str]
     ) -> Words:
-        """The keys of faces in a request.
+        """Find the keys of faces in a request.
 
         Args:
             given: the request's `vllm_xargs`.
             body: the fields of the request's body that vLLM does not know.
-            foreign: keys that a face accepts offline.
+            foreign: keys that faces accept offline.
 
         Raises:
-            SpecError: the request has a key twice, or no face accepts a key over HTTP.
+            SpecError: the request has a key twice, or a key that faces accept only offline.
         """
         values: dict[str, Json] = {}
         fields: Json = {}

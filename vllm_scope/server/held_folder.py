@@ -14,12 +14,12 @@ from vllm_scope.transport.folders import hold, is_held, prefix, release, remove_
 
 
 class HeldFolder:
-    """A folder with mode 700. The constructor first removes folders of killed servers.
+    """A folder with mode 700. The constructor first removes folders that killed servers have left.
 
     Args:
         parent: the folder in which this folder is created.
-        kind: the kind of the content, part of the folder's name.
-        run: the name of the server's run, equal in all processes of the server.
+        kind: a word for the kind of the content. The word is part of the folder's name.
+        run: the name of this run of the server, which is the same in all processes of the server.
 
     Attributes:
         path: the folder's path.
@@ -42,7 +42,9 @@ class HeldFolder:
         self.path.mkdir(mode=0o700, exist_ok=True)
         found = self.path.lstat()
         if found.st_uid != os.getuid() or found.st_mode & 0o077 or self.path.is_symlink():
-            raise PermissionError(f"{self.path} is of another user; set VLLM_SCOPE_RESULTS_DIR.")
+            raise PermissionError(
+                f"{self.path} belongs to another user; set VLLM_SCOPE_RESULTS_DIR."
+            )
         gone, self._holder = self._holder, hold(self.path)
         if gone >= 0:
             os.close(gone)

@@ -28,8 +28,8 @@ class Door:
     """Refuses a request with status 413 if the body's announced or real length is above the limit.
 
     Args:
-        limits: prefix of a path -> the largest number of bytes of a body. The longest match is
-            used.
+        limits: maps the prefix of a path to the largest number of bytes of a body. If several
+            prefixes match a path, the longest prefix is used.
         timed: prefixes of paths whose answers the client must read within the timeout.
     """
 
@@ -100,7 +100,7 @@ def _bounded(receive: Receive, most: int) -> Receive:
         message = await receive()
         size += len(message.get("body", b""))
         if size > most:
-            raise HTTPException(413, _too_long("the body goes on after the limit", most))
+            raise HTTPException(413, _too_long("the body has more bytes than the limit", most))
         return message
 
     return bounded

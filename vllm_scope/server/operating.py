@@ -34,7 +34,8 @@ router = APIRouter(prefix="/v1/scope", tags=["scope operator"], route_class=Rout
 
 
 class _AnyName(Convertor[str]):
-    """A text with slashes and newlines. Starlette's `path` does not match newlines."""
+    """The name in a path, which can contain slashes and newlines. Starlette's convertor `path` does
+    not match newlines."""
 
     regex = r"[\s\S]+"
 
@@ -46,13 +47,15 @@ class _AnyName(Convertor[str]):
 
 
 register_url_convertor("scope_name", _AnyName())
-Name = Annotated[str, Path(min_length=1, max_length=MAX_NAME, description="Of the module or sums.")]
+Name = Annotated[
+    str, Path(min_length=1, max_length=MAX_NAME, description="The name of the module or sums.")
+]
 
 
 @router.get("/monitors", summary="The operator's probes on every request")
 async def get_monitors(request: Request) -> dict[str, dict[str, object]]:
-    """Each monitor by its name: site, layers, tokens, activation, aggregate, threshold, action and
-    after."""
+    """The fields `site`, `layers`, `tokens`, `activation`, `aggregate`, `threshold`, `action` and
+    `after` of each monitor, by the monitor's name."""
     found = await asked(engine_of(request).monitors())
     return {name: dict(monitor) for name, monitor in found.items()}
 
@@ -74,8 +77,8 @@ async def get_moments(request: Request, name: Name) -> schemas.MomentsInfo:
 async def get_sums(
     request: Request, name: Name, site: str, layer: int, label: str = "all"
 ) -> Response:
-    """A safetensors file of float64 tensors: `count`, `missing` and `x`. If these sums exist, the
-    file also has `xx`, `xy`, `y` and `yy`."""
+    """A safetensors file of float64 tensors: `count`, `missing` and `x`. The file also has `xx`,
+    `xy`, `y` and `yy`, if the requests have asked for these sums."""
     async with state_of(request).showing:
         data = await asked(engine_of(request).moments_at(name, site, layer, label))
     return Response(data, media_type="application/octet-stream")
@@ -105,7 +108,8 @@ async def delete_moments(request: Request, name: Name) -> Response:
     ),
 )
 async def put_module(request: Request, name: Name) -> schemas.ModuleInfo:
-    """From now on the name means these vectors. Running requests keep the earlier vectors."""
+    """From now on, the module's name means the vectors in the body. Running requests keep the
+    vectors that the name meant before."""
     data = await request.body()
     module = await asked(run_in_threadpool(from_bytes, data))
     async with in_turn(request) as engine:
@@ -121,7 +125,7 @@ async def put_module(request: Request, name: Name) -> schemas.ModuleInfo:
     responses=errors(404),
 )
 async def delete_module(request: Request, name: Name) -> Response:
-    """Running requests keep the module."""
+    """Delete a steering module. Running requests can still use the module."""
     async with in_turn(request) as engine:
         known = await asked(engine.unregister(name))
     if not known:
@@ -137,7 +141,7 @@ async def delete_module(request: Request, name: Name) -> Response:
 )
 async def put_edits(request: Request) -> Response:
     """Replaces all server-wide edits. Running requests keep the earlier edits. The answer is the
-    answer of GET, with a digest."""
+    same as the answer of GET, with a digest of the edits."""
     text = await asked(run_in_threadpool(edits.checked, await request.body()))
     async with in_turn(request) as engine:
         digest = await asked(engine.set_edits(text))
@@ -151,7 +155,7 @@ async def put_edits(request: Request) -> Response:
 )
 async def put_monitors(request: Request) -> dict[str, dict[str, object]]:
     """Replaces all monitors, for requests that enter from now on. `{"monitors": {}}` ends all
-    monitors. The answer is the answer of GET."""
+    monitors. The answer is the same as the answer of GET."""
     found = await asked(run_in_threadpool(edits.monitors, await request.body()))
     async with in_turn(request) as engine:
         await asked(engine.set_monitors(found))
@@ -160,7 +164,7 @@ async def put_monitors(request: Request) -> dict[str, dict[str, object]]:
 
 @router.delete("/edits", status_code=204, summary="End all server-wide edits")
 async def delete_edits(request: Request) -> Response:
-    """Running requests keep the edits that they entered with."""
+    """Running requests keep the edits that were in force when the requests entered."""
     async with in_turn(request, clearing=True) as engine:
         await asked(engine.set_edits(None))
     return Response(status_code=204)

@@ -1,4 +1,4 @@
-"""Fields of `vllm_xargs` that say how a request wants its tensors.
+"""The fields of `vllm_xargs` that say in which form a request wants to receive its tensors.
 
 Owns:  ScopeOptions.
 Runs:  in each API server process, before the request enters the engine.
@@ -25,12 +25,14 @@ _ALLOWED = {"scope_tensors": ("auto", "handle"), "scope_stream": ("scores", "row
 
 @dataclass(frozen=True)
 class ScopeOptions:
-    """How a request wants its tensors.
+    """The form in which a request wants to receive its tensors.
 
     Attributes:
-        tensors: "auto": small tensors are inline; "handle": all rows go into a file.
-        stream: "scores": chunks carry only scores; "rows": chunks carry rows and scores.
-        named: True if a read names the request's files. The request can then have only one prompt.
+        tensors: with "auto", small tensors are in the answer. With "handle", all rows go into a
+            file.
+        stream: with "scores", chunks carry only scores. With "rows", chunks carry rows and scores.
+        named: True if a read names the request's files. A request that names its files can have
+            only one prompt.
         reads: True if the answer has rows.
     """
 
@@ -47,7 +49,7 @@ class ScopeOptions:
             operator: True if the request has the operator's key.
 
         Raises:
-            SpecError: an unknown field or value, or a spec that cannot be answered over HTTP.
+            SpecError: a field or a value is unknown, or the spec is not possible over HTTP.
         """
         own = {name: value for name, value in xargs.items() if name.startswith("scope")}
         if not own:
@@ -81,9 +83,10 @@ class ScopeOptions:
 def _check_answerable(spec: Spec) -> None:
     """Raises SpecError for a spec that cannot be answered over HTTP.
 
-    The codec rp8 is refused, because the decoding of rows would take seconds (an inverse of the
-    whole projection). Names that are reserved for an operator's monitors are refused. Names that
-    end in one of `encode.ENDINGS` are refused, because other tensors in a file have these endings.
+    A read with the codec rp8 is refused, because the server would need seconds to decode the rows
+    (with an inverse of the whole projection). Names that are reserved for an operator's monitors
+    are refused. Names that end in one of `encode.ENDINGS` are refused, because other tensors in a
+    file have these endings.
     """
     names = [(f"probes[{i}].name", probe.name) for i, probe in enumerate(spec.probes)]
     names += [(f"features[{i}].name", one.name) for i, one in enumerate(spec.features)]
@@ -102,7 +105,7 @@ def _check_answerable(spec: Spec) -> None:
         if ending is not None:
             raise SpecError(
                 f"{where} is {shown(name)}; over HTTP no name ends in {ending!r}, which is the "
-                "end of other names in a file. Take another."
+                "end of other tensors' names in a file. Take another."
             )
     for i, read in enumerate(spec.reads):
         if read.to == MEMORY and read.codec is not None and read.codec.name == "rp8":

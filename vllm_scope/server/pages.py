@@ -24,10 +24,11 @@ from vllm_scope.server.access import Route, asked, engine_of, state_of
 from vllm_scope.views.document import live_page
 from vllm_scope.views.monitors import monitor_page
 
-#: Seconds between an answer and the page's next request, and seconds to wait for an answer.
+#: Seconds from an answer to the page's next request for data, and seconds for which the page waits
+#: for an answer.
 _EVERY_S, _TIMEOUT_S = 2.0, 30.0
 
-#: The page is outside of /v1, because vLLM requires an API key below /v1.
+#: The path of the page is outside of /v1, because vLLM requires an API key below /v1.
 page = APIRouter(tags=["scope operator"], route_class=Route)
 data = APIRouter(prefix="/v1/scope/monitors", tags=["scope operator"], route_class=Route)
 
@@ -43,7 +44,7 @@ async def get_page() -> Response:
 async def get_activity(request: Request) -> Activity:
     """The data of each monitor since the monitor was set: counts, a histogram of the requests'
     largest values, the requests of the last ten minutes, the last verdicts, and the outcomes of the
-    webhook. Also the plugin's use of memory, files and rings."""
+    webhook. The answer also has the plugin's use of memory, files and rings."""
     state = state_of(request)
     found = await asked(engine_of(request).activity(state.settings))
     of_files = replace(
@@ -63,5 +64,5 @@ async def get_view(request: Request) -> Response:
 
 
 def _view(activity: Activity) -> str:
-    """The JSON of the page's data. Runs in a thread."""
+    """The JSON of the page's data. The function runs in a thread."""
     return json.dumps(monitor_page(activity).data(), allow_nan=False)

@@ -1,11 +1,13 @@
 """Files that give each API server process the findings of monitors in the other processes.
 
 Owns:  Peers.
-Runs:  in each API server process, if the server has several. A thread writes this process's file at
-       most one time in a second. `others` reads on any thread.
+Runs:  in each API server process, if the server has several processes. A thread writes this
+       process's file at most one time each second. `others`, which reads the files, can run on any
+       thread.
 From:  engine.monitors.
 
-Each process counts the requests that it serves. An operator's call reaches only one process.
+Each process counts only the requests that it serves. An operator's request reaches only one
+process, and this process needs the counts of all processes for its answer.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Peers(Background):
 
     Args:
         folder: a function that returns the folder, and creates the folder if it is missing.
-        text: a function that returns the content of this process's file. The thread calls it.
+        text: a function that returns the content of this process's file. The thread that writes the
+            file calls this function.
     """
 
     def __init__(self, folder: Callable[[], Path], text: Callable[[], bytes]) -> None:
@@ -39,7 +42,8 @@ class Peers(Background):
         self._changed = threading.Event()
 
     def changed(self) -> None:
-        """Let the thread write the file soon. Any thread can call this, and never waits."""
+        """Let the thread write the file soon. Any thread can call this method, which never
+        waits."""
         self._start()
         self._changed.set()
 

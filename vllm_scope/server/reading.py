@@ -89,16 +89,18 @@ async def get_result(
     delete: Annotated[bool, Query(description="Delete the file after this answer.")] = False,
 ) -> StreamingResponse:
     """A safetensors file with the tensors `{site}.{layer}`, `{site}.{layer}.positions`,
-    `scores.{name}` and `scores.{name}.positions`. For rows that were read before edits, `.before`
-    follows the layer.
+    `scores.{name}` and `scores.{name}.positions`. If rows were read before edits, `.before` follows
+    the layer in the names of the tensors.
 
-    The request needs the Authorization header of the request that made the file.
+    The request must have the same Authorization header as the request that made the file.
     """
     state = state_of(request)
     owner = state.owner_of(request)
     file = await run_in_threadpool(state.store.open, result_id, owner)
     if file is None:
-        raise RefusalError(404, "there is no such result: it was deleted, or has another key.")
+        raise RefusalError(
+            404, "your key has no result with this id: the result was deleted, or the id is wrong."
+        )
     return state.store.sent(file, result_id, owner, delete)
 
 
@@ -113,8 +115,9 @@ async def get_modules(request: Request) -> schemas.ModuleList:
 
 @router.get("/edits", response_model=schemas.EditsInfo, summary="The edits of every request")
 async def get_edits(request: Request) -> Response:
-    """The edits that PUT has set, with the vectors that the operator sent. If all edits together
-    take more than 8 MiB, the answer has only the dtype and the shape of each vector."""
+    """The server-wide edits that the last PUT has set, with the vectors that the operator sent. If
+    all edits together take more than 8 MiB, the answer has only the dtype and shape of each
+    vector."""
     async with state_of(request).showing:
         text = await asked(engine_of(request).edits())
         return json_answer(await run_in_threadpool(edits.shown, text))

@@ -1,4 +1,4 @@
-"""Counts the bytes of files in a folder with a limit, for each API key and for all keys.
+"""Counts the bytes of files for each API key and for all keys together, and checks the limits.
 
 Owns:  Room.
 Runs:  in each API server process, under the store's lock.
@@ -10,17 +10,18 @@ from __future__ import annotations
 from vllm_scope.errors import CapacityError
 from vllm_scope.results.budget import fits, most_of_one
 
-#: A file counts for at least this many bytes. Therefore the number of files is limited.
+#: A file counts as at least this many bytes. In this way, the limit of the bytes also limits the
+#: number of files.
 LEAST_BYTES = 64 << 10
 
 
 class Room:
-    """Charged bytes of files, by API key.
+    """The bytes that are counted for files, by API key.
 
     Attributes:
-        most_bytes: limit of the bytes of all files. `budget.fits` decides how many of these bytes
-            one API key can have.
-        num_bytes: charged bytes of all files.
+        most_bytes: limit of the bytes of all files. `budget.fits` decides which part of the limit
+            one API key can use.
+        num_bytes: the bytes that are counted for all files together.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -28,7 +29,8 @@ class Room:
         self._held: dict[str, int] = {}
 
     def charge(self, owner: str, more: int) -> None:
-        """Add `more` bytes to the count of a key's files. A negative number frees bytes."""
+        """Add `more` bytes to the count of a key's files. If `more` is negative, bytes are
+        freed."""
         self.num_bytes += more
         self._held[owner] = self._held.get(owner, 0) + more
         if not self._held[owner]:
@@ -38,7 +40,7 @@ class Room:
         return fits(self._held.get(owner, 0), self.num_bytes, num_bytes, self.most_bytes)
 
     def check(self, num_bytes: int, owner: str) -> None:
-        """Raises CapacityError if `num_bytes` do not fit now."""
+        """Raises CapacityError if a key has no room for a file of `num_bytes` bytes now."""
         most = most_of_one(self.most_bytes)
         if num_bytes > most:
             raise CapacityError(
@@ -49,6 +51,6 @@ class Room:
             own = self._held.get(owner, 0)
             raise CapacityError(
                 f"results of {own:,} bytes of this key wait to be fetched, and one more takes "
-                f"{num_bytes:,}; the results of a key may take three times the free bytes of "
+                f"{num_bytes:,} bytes; the results of a key may take three times the free bytes of "
                 f"{self.most_bytes:,}. Fetch results with ?delete=true, or try again later."
             )

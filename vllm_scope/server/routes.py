@@ -1,12 +1,13 @@
 """The routes of vllm-scope in an app: `/v1/scope`, the operator's page, and the routes of compat.
 
 Owns:  `attach`, which adds the routes, their guards and the middleware to an app.
-From:  reading, operating, sweeps, pages; faces (the routes of compat).
+From:  reading, operating, sweeps and pages (routers), faces (the routers of compat).
 Runs:  in each API server process, after vLLM's authentication. If vLLM has an API key, every route
        below /v1 needs the key.
 
-Promise: routes that change something exist only if VLLM_SCOPE_ADMIN_KEY is set. These routes need
-the key in the header `X-Scope-Admin-Key`. Some routes of faces also accept the bearer token.
+Promise: routes that change something exist only if VLLM_SCOPE_ADMIN_KEY is set. A request to a
+route that changes something must have the key in the header `X-Scope-Admin-Key`. Some routes of
+faces also accept this key as the bearer token.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
     """Add the routes and the middleware to an app.
 
     Args:
-        engine: returns the app's engine, or None if the app has no engine with taps (yet).
+        engine: a function that returns the app's engine, or None if there is no engine with taps
+            (yet).
 
     Raises:
         ConfigError: a setting in the environment is wrong; the server does not start.
@@ -69,8 +71,8 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
     limits |= dict.fromkeys(prefixes, MAX_OPERATOR_BYTES)
     app.add_middleware(Door, limits=limits, settings=settings, timed=prefixes)
     app.add_exception_handler(RefusalError, refused)
-    # vLLM adds its handlers later. An app has one handler for each kind of error. Therefore our
-    # handler must wrap vLLM's handler.
+    # vLLM adds its error handlers later. An app has only one handler for each type of error.
+    # Therefore the handler of vllm-scope must wrap vLLM's handler.
     app.build_middleware_stack = partial(_built, app, app.build_middleware_stack)  # type: ignore[method-assign]
     app.openapi = partial(_described, app.openapi)  # type: ignore[method-assign]
     for router in open_to_all:
@@ -85,7 +87,7 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
 
 
 def _described(original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The app's OpenAPI description, with the media type of binary answers."""
+    """The app's OpenAPI description, to which the media type of binary answers is added."""
     found = original()
     for path in _COMPLETIONS:
         answers = found["paths"].get(path, {}).get("post", {}).get("responses", {})
@@ -108,9 +110,9 @@ def _built(app: FastAPI, original: Callable[[], ASGIApp]) -> ASGIApp:
 
 
 async def _invalid(theirs: _Handler, request: Request, error: Any) -> Response:
-    """The answer to a body that vLLM's types refuse. If the scope is not a text, the answer is one
-    sentence, because vLLM's answer would have one error for each type of the field. Otherwise the
-    answer is vLLM's."""
+    """The answer to a request whose body does not fit vLLM's types. If the scope is not a text, the
+    answer is one sentence, because vLLM's answer would have one error for each type that the field
+    can have. In all other cases, the answer is vLLM's own answer."""
     for each in error.errors():
         where = each.get("loc", ())
         if ("vllm_xargs", "scope") in pairwise(where) and not isinstance(each["input"], str):

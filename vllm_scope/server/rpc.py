@@ -1,10 +1,11 @@
-"""The check of vLLM's development routes: vllm-scope's methods need the operator's key.
+"""Checks requests to vLLM's development routes: vllm-scope's methods need the operator's key.
 
 Owns:  `names_ours` and `whole_body`, for `/collective_rpc`, which calls methods of workers.
 From:  limits.Door.
 
-vLLM has these routes if VLLM_SERVER_DEV_MODE is set. vLLM requires no API key for these routes.
-`/server_info` shows `additional_config`, and the options of sinks in it can contain secrets.
+vLLM has development routes if VLLM_SERVER_DEV_MODE is set. vLLM requires no API key for its
+development routes. `/server_info` shows `additional_config`, which can contain secrets in the
+options of sinks.
 Source: vllm 0.32, entrypoints/serve/dev/rpc/api_router.py and dev/server_info/api_router.py.
 """
 
@@ -16,9 +17,10 @@ from starlette.types import Message, Receive
 
 PATH = "/collective_rpc"
 INFO = "/server_info"
-#: A body with more bytes is refused, because the server keeps the whole body until it was checked.
+#: A body with more bytes than this is refused, because the server keeps the whole body in memory
+#: until the body was checked.
 MAX_BYTES = 64 << 20
-#: A body with more lists, objects and items is not parsed.
+#: A body with more lists, objects and items than this is not parsed.
 MOST_ITEMS = 1 << 16
 REFUSAL = (
     "the body names a method of vllm-scope, or is too long to be checked; it needs the operator's "
@@ -48,13 +50,15 @@ async def whole_body(receive: Receive) -> tuple[bytes, Receive]:
 
 
 def names_ours(body: bytes) -> bool:
-    """True if any string of a body names a method of vllm-scope, because some methods call methods
-    that their arguments name. If the body is too long to be checked, also True.
+    """True if any string in a body names a method of vllm-scope. All strings are checked, because
+    some methods of workers call a method whose name is one of their arguments. Also True if the
+    body is too long to be checked.
 
-    The body is parsed in the way of vLLM: in any encoding. If two fields have the same name, the
-    last field counts.
+    As in vLLM, the body can have any encoding that `json.loads` accepts. If two fields have the
+    same name, the last field counts.
     """
-    # A name can be plain text, can have an escape, or can be in UTF-16 or UTF-32 (with null bytes).
+    # The name of a method can be plain text, can contain an escape, or can be in UTF-16 or UTF-32
+    # (with null bytes).
     if not any(mark in body for mark in (_OURS.encode(), b"\\", b"\0")):
         return False
     # The parser holds the GIL during its whole call. Therefore only a small body is parsed.

@@ -11,16 +11,16 @@ from vllm_scope.request.actions.probing import MONITOR
 
 
 class ErrorBody(BaseModel):
-    """Why a request was refused."""
+    """The reason why a request was refused."""
 
-    message: str = Field(description="What came, what is allowed, and what to do next.")
+    message: str = Field(description="The given value, the allowed values, and the next step.")
     type: str = Field(description="SpecError, CapacityError, NotFound, PayloadTooLarge ...")
     param: str | None = None
     code: int = Field(description="The HTTP status.")
 
 
 class Refusal(BaseModel):
-    """An error, in the shape of OpenAI's errors."""
+    """An error, in the format of OpenAI's errors."""
 
     error: ErrorBody
 
@@ -29,23 +29,24 @@ class SiteInfo(BaseModel):
     """A site where rows can be read, probed and edited, and its layers."""
 
     site: str
-    layers: list[int] = Field(description="Layers with a tap, from 0; [0] for `embed`.")
+    layers: list[int] = Field(description="The layers with a tap, counted from 0; [0] for `embed`.")
 
 
 class HttpLimits(BaseModel):
-    """Bounds of answers and bodies."""
+    """The limits of answers and of the bodies of requests."""
 
     inline_bytes: int = Field(description="Largest size of a choice's rows in a JSON answer.")
     binary_bytes: int = Field(description="Largest size of a choice's rows in a binary answer.")
     results_bytes: int = Field(description="Largest size of all results that one process keeps.")
-    results_ttl_s: float = Field(description="How many seconds a result is kept.")
-    body_bytes: int = Field(description="Largest body of a completion or chat request.")
+    results_ttl_s: float = Field(description="The number of seconds for which a result is kept.")
+    body_bytes: int = Field(description="Largest size of the body of a completion or chat request.")
     module_bytes: int = Field(description="Largest size of an uploaded steering module.")
     sweep_cells: int = Field(description="Largest number of cells of a sweep.")
 
 
 class Load(BaseModel):
-    """The load of this API server process now. `requests` is of the whole engine."""
+    """The current load of this API server process. `requests` counts the requests of the whole
+    engine."""
 
     requests: int = Field(description="Running requests that read, probe or edit.")
     pending: int = Field(description="Requests whose rows or whose answers are not complete.")
@@ -73,14 +74,15 @@ class ServerInfo(BaseModel):
 
     version: str = Field(description="Of vllm-scope.")
     runner: str = Field(description="vLLM's model runner: V1 or V2.")
-    reason: str | None = Field(description="Why the model cannot be tapped; null if it can be.")
+    reason: str | None = Field(description="The reason why the model cannot be tapped, or null.")
     num_layers: int
     hidden_size: int
     dtype: str = Field(description="Of rows.")
     sites: list[SiteInfo]
     attention: dict[int, dict[str, object]] = Field(
-        description="Layer -> options of the attention kernel, if q, k, v or z has a tap; "
-        "the argument `kernel` of vllm_scope.analysis.attention.attention_pattern."
+        description="Maps a layer to the options of its attention kernel, if q, k, v or z has a "
+        "tap. The options are the argument `kernel` of "
+        "vllm_scope.analysis.attention.attention_pattern."
     )
     limits: dict[str, object] = Field(
         description="Limits of one request in the engine: row_bytes, token_slots and tap_slots (of "
@@ -97,8 +99,8 @@ class ModuleInfo(BaseModel):
     name: str
     digest: str = Field(description="Digest of the content.")
     streams: list[tuple[str, int] | tuple[str, int, str]] = Field(
-        description="(site, layer) of each vector. If a vector is for prompt tokens alone or for "
-        "generated tokens alone, also `prompt` or `generated`."
+        description="The site and the layer of each vector. The third item is `prompt` or "
+        "`generated`, if a vector is only for prompt tokens or only for generated tokens."
     )
 
 
@@ -109,16 +111,16 @@ class ModuleList(BaseModel):
 
 
 class EditsInfo(BaseModel):
-    """The edits of every request."""
+    """The server-wide edits, which apply to every request."""
 
     edits: list[dict[str, object]] = Field(
         description="The edits as in a spec; empty if there are none. If the edits take more than "
         "8 MiB, vectors have only their dtype and shape."
     )
-    digest: str | None = Field(default=None, description="Digest of the edits that were set now.")
+    digest: str | None = Field(default=None, description="Digest of the edits that PUT has set.")
 
 
-#: The server checks more than this schema says: docs/monitors.md.
+#: The server checks more rules than this schema contains. docs/monitors.md has all rules.
 _MONITOR = {
     "type": "object",
     "description": "The fields of a probe as in a spec, without `name` and `to`.",
@@ -129,7 +131,7 @@ _MONITOR = {
             "type": ["string", "null"],
             "minLength": 1,
             "maxLength": MAX_NAME - len(MONITOR),
-            "description": "Another monitor, which must first give a verdict.",
+            "description": "The name of a monitor that must give a verdict first.",
         },
     },
     "required": ["weight", "threshold"],
@@ -137,7 +139,7 @@ _MONITOR = {
 
 
 class Monitors(BaseModel):
-    """Probes on every request from now on, which replace all earlier monitors."""
+    """Probes that are added to every request from now on, and replace all earlier monitors."""
 
     monitors: dict[str, Annotated[dict[str, object], WithJsonSchema(_MONITOR)]] = Field(
         description="By name."
@@ -145,13 +147,13 @@ class Monitors(BaseModel):
 
 
 class ViewData(BaseModel):
-    """A view as data, which a page draws."""
+    """The data of a view, which a page draws."""
 
     parts: list[dict[str, object]] = Field(description="As in vllm_scope/views/parts.py.")
 
 
 class Edits(BaseModel):
-    """Edits for every request from now on."""
+    """Edits that apply to every request from now on."""
 
     edits: list[dict[str, object]] = Field(
         description="Edits as in a spec: kind, site, layers, tokens (all, prompt or generated), "
@@ -167,7 +169,7 @@ _TOKENS = {"anyOf": [*_TOKEN["anyOf"], {"type": "array", "items": _TOKEN, "minIt
 
 
 def _only(description: str = "", **properties: object) -> dict[str, object]:
-    """The schema of an object that has these fields and no others."""
+    """The JSON schema of an object that has the given fields and no other fields."""
     return {
         "type": "object", "properties": properties, "required": list(properties),
         "additionalProperties": False, "description": description,
@@ -183,7 +185,7 @@ def _named(what: str) -> dict[str, object]:
 _SOURCE = {
     "anyOf": [
         _only("Their rows.", prompts=_PROMPTS),
-        _only("{dtype, shape, data} or lists, as the vector of an edit.", rows={}),
+        _only("Rows, in the form of an edit's vector: {dtype, shape, data} or lists.", rows={}),
         _only("Its vectors.", module={"type": "string", "minLength": 1, "maxLength": MAX_NAME}),
     ]
 }
@@ -199,7 +201,7 @@ _RECEIVER = {
     "items": {"type": "integer", "minimum": 0}, "minItems": 2, "maxItems": 3,
 }  # fmt: skip
 _RECEIVERS = {
-    "description": "Path patching: site and layer of each receiver, and head if rows have heads.",
+    "description": "Path patching: the site and layer of each receiver, and its head (if any).",
     "anyOf": [
         {"type": "null"}, {"const": "logits"},
         {"type": "array", "items": _RECEIVER, "minItems": 1},
@@ -209,7 +211,7 @@ Json = dict[str, object]
 
 
 class Sweep(BaseModel):
-    """The prompts of a sweep, and its settings: docs/sweeps.md."""
+    """The prompts and the settings of a sweep, which docs/sweeps.md describes."""
 
     model_config = ConfigDict(extra="forbid")
     prompts: Annotated[object, WithJsonSchema(_PROMPTS)]
@@ -225,20 +227,20 @@ class Sweep(BaseModel):
     )
     mode: Annotated[str, WithJsonSchema({"enum": ["patch", "ablate", "add"]})] = "patch"
     scale: float = Field(1.0, description='Of mode "add".')
-    together: bool = Field(False, description="A cell edits all chosen positions at once.")
+    together: bool = Field(False, description="Each cell edits all chosen positions.")
     receivers: Annotated[object, WithJsonSchema(_RECEIVERS)] = None
-    stream: bool = Field(False, description="Send cells as they arrive, as server-sent events.")
+    stream: bool = Field(False, description="True: send each cell as an event when it arrives.")
 
 
 class CellError(BaseModel):
-    """Why a cell has no value."""
+    """The reason why a cell of a sweep has no value."""
 
     at: list[int] = Field(description="The cell's index in each dimension of `shape`.")
     error: str
 
 
 class SweepCounts(BaseModel):
-    """How many cells a sweep has, and how many cells failed."""
+    """The number of cells of a sweep, and the number of cells that failed."""
 
     cells: int
     failed: int
@@ -248,10 +250,13 @@ class SweepTable(BaseModel):
     """The values of a sweep. A value is null if its cell failed, or if the prompt has no token at
     the cell's position."""
 
-    shape: list[int] = Field(description="Prompts, layers; then positions and heads, if any.")
+    shape: list[int] = Field(
+        description="The number of prompts and of layers, then of positions and of heads if the "
+        "table has these dimensions."
+    )
     values: list[float | None] = Field(description="In C order.")
     plain: list[float | None] = Field(description="The metric of each prompt without an edit.")
-    source: list[float | None] = Field(description="Metric of each source; null if it is rows.")
+    source: list[float | None] = Field(description="The metric of each source, or null for rows.")
     tokens: list[list[str]] = Field(description="Texts of each prompt's tokens.")
     layers: list[int]
     positions: list[int] | None

@@ -1,4 +1,4 @@
-"""Limits of the HTTP side and the operator's key, from the environment.
+"""Reads the limits of the HTTP side and the operator's key from environment variables.
 
 The settings are not in `additional_config`, because vLLM logs `additional_config` and makes it part
 of the compile cache's key.
@@ -19,9 +19,10 @@ from vllm_scope.errors import ConfigError, shown
 from vllm_scope.results.allocator import memory_bytes
 from vllm_scope.vectors.containers import MAX_BYTES
 
-#: The header that has the operator's key.
+#: Name of the HTTP header that contains the operator's key.
 ADMIN_KEY = "X-Scope-Admin-Key"
-#: Limit of the bytes of a body below /v1/scope: the limit of a module, and 1 MiB for its header.
+#: Limit of the bytes of the body of a request to a route below /v1/scope: the limit of a steering
+#: module, and 1 MiB more for the module's header.
 MAX_OPERATOR_BYTES = MAX_BYTES + (1 << 20)
 
 
@@ -30,27 +31,30 @@ class ServerSettings:
     """The limits of results, bodies and sweeps, and the operator's key.
 
     Attributes:
-        admin_key: VLLM_SCOPE_ADMIN_KEY; if None, nothing can be changed over HTTP.
-        inline_bytes: VLLM_SCOPE_INLINE_KIB: limit of a choice's rows inside the answer. Larger rows
-            go into a file.
-        binary_bytes: the same limit for binary answers, from the same variable; 8 MiB if the
-            variable is not set.
-        rows_bytes: VLLM_SCOPE_ROWS_MIB: limit of the rows and scores of running requests in an API
-            server process; None: the processes share a quarter of the memory. One API key can take
-            at most three times the free bytes. If a request's prompt does not fit, the request is
-            refused. If its generated tokens do not fit, the request loses its rows.
-        results_bytes: VLLM_SCOPE_RESULTS_MIB: limit of the files of an API server process. One API
-            key can take at most three times the free bytes. If a request's file does not fit, the
-            request is refused.
-        results_ttl_s: VLLM_SCOPE_RESULTS_TTL_S: how many seconds a file is kept.
-        results_dir: VLLM_SCOPE_RESULTS_DIR: the parent of the folder of files.
-        body_bytes: VLLM_SCOPE_MAX_BODY_MIB: limit of the body of a completion or chat request.
-        write_timeout_s: VLLM_SCOPE_WRITE_TIMEOUT_S: if a client reads nothing of an answer with a
-            scope for this time, the server disconnects the client.
-        sweep_cells: VLLM_SCOPE_SWEEP_CELLS: the largest number of cells of one sweep.
-        sweep_share: VLLM_SCOPE_SWEEP_SHARE: the part of a step's sequences and tokens that the
-            cells of all sweeps can take together, above 0 and at most 1. While the engine has other
-            requests, it runs cells for `sweep_share / 5` of the time.
+        admin_key: the operator's key (VLLM_SCOPE_ADMIN_KEY). Without a key, nothing can be changed
+            over HTTP.
+        inline_bytes: limit of the bytes of a choice's rows inside a JSON answer
+            (VLLM_SCOPE_INLINE_KIB). If the rows take more bytes, the rows go into a file.
+        binary_bytes: limit of the bytes of a choice's rows inside a binary answer, from the same
+            variable VLLM_SCOPE_INLINE_KIB. If VLLM_SCOPE_INLINE_KIB is not set, the limit is 8 MiB.
+        rows_bytes: limit of the bytes of rows and scores of running requests in one API server
+            process (VLLM_SCOPE_ROWS_MIB). If `rows_bytes` is None, the API server processes share a
+            quarter of the memory. The requests of one API key can take at most three times the
+            bytes that are still free. If the rows of a request's prompt do not fit, the request is
+            refused. If the rows of a request's generated tokens do not fit, the request loses its
+            rows.
+        results_bytes: limit of the bytes of the files of one API server process
+            (VLLM_SCOPE_RESULTS_MIB). The files of one API key can take at most three times the
+            bytes that are still free. If a request's file does not fit, the request is refused.
+        results_ttl_s: the number of seconds for which a file is kept (VLLM_SCOPE_RESULTS_TTL_S).
+        results_dir: the folder in which the folder of files is created (VLLM_SCOPE_RESULTS_DIR).
+        body_bytes: limit of the body of a completion or chat request (VLLM_SCOPE_MAX_BODY_MIB).
+        write_timeout_s: the number of seconds after which the server disconnects a client that
+            reads nothing of an answer with a scope (VLLM_SCOPE_WRITE_TIMEOUT_S).
+        sweep_cells: the largest number of cells of one sweep (VLLM_SCOPE_SWEEP_CELLS).
+        sweep_share: the part of a step's sequences and tokens that the cells of all sweeps can take
+            together, above 0 and at most 1 (VLLM_SCOPE_SWEEP_SHARE). While the engine has other
+            requests, the engine runs cells for `sweep_share / 5` of the time.
     """
 
     admin_key: str | None
@@ -85,14 +89,15 @@ class ServerSettings:
         )
 
     def is_operators(self, key: str) -> bool:
-        """True if `key` is the operator's key; always False if the server has no such key."""
-        # Digests are compared, so that the time does not depend on the key's length.
+        """True if `key` is the operator's key. Always False if the server has no operator's key."""
+        # The digests of the two keys are compared, so that the time of the comparison does not
+        # depend on a key's length.
         expected = hashlib.sha256((self.admin_key or "").encode()).digest()
         given = hashlib.sha256(key.encode("latin-1", "replace")).digest()
         return secrets.compare_digest(given, expected) and self.admin_key is not None
 
     def rows_of(self, num_processes: int) -> int:
-        """Limit of the bytes of rows and scores in each of a server's API server processes."""
+        """Limit of the bytes of rows and scores in each API server process of a server."""
         return self.rows_bytes or memory_bytes() // (4 * max(1, num_processes))
 
 

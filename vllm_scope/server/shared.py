@@ -1,14 +1,14 @@
-"""The operator's monitors as a text that all API server processes of a server share.
+"""The operator's monitors, as a text that all API server processes of a server share.
 
 Owns:  Shared.
 Runs:  in each API server process. The process calls `set` while it holds the lock of `changes`, and
-       `news` for each request.
+       calls `news` for each request.
 To:    engine.monitors.
 
 EngineCore stores modules and server-wide edits for all processes. But the front-end adds monitors
 to requests, therefore every API server process needs the monitors.
 
-Promise: when `set` has returned, the next `news` of every process returns the text.
+Promise: after `set` has returned, the next call of `news` in every process returns the text.
 """
 
 from __future__ import annotations
@@ -35,19 +35,21 @@ class Shared:
     def __init__(self, folder: Callable[[], Path]) -> None:
         self.folder = folder
         self._path = folder() / "monitors"
-        #: Time in ns at which the newest text that `news` has returned was set.
+        #: Time in nanoseconds at which the text was set that `news` has returned last.
         self._seen = 0
 
     def set(self, text: bytes) -> None:
-        """Replace the text. Raises OSError, and keeps the earlier text, if the write fails."""
+        """Replace the text. If the write fails, the earlier text stays, and OSError is raised."""
         part = self.folder() / f"monitors.{os.getpid()}"
         part.write_bytes(text)
-        # The file system can give two changes within some milliseconds the same time.
+        # The file system can give the same time to two changes within some milliseconds. Therefore
+        # this method sets the time of the file.
         os.utime(part, ns=(0, time.time_ns()))
         part.replace(self._path)
 
     def news(self) -> bytes | None:
-        """The text if it was set since the last call, else None. The call takes a microsecond."""
+        """The text, if a process has set a text since the last call of `news`; otherwise None. If
+        there is no new text, the call takes a microsecond."""
         try:
             at = self._path.stat().st_mtime_ns
             if at == self._seen:
@@ -56,7 +58,7 @@ class Shared:
         except FileNotFoundError:  # nothing was set, or a program that cleans /tmp removed the file
             return None
         except OSError as error:
-            logger.warning("vllm-scope: monitors cannot be read and stay: %s", error.strerror)
+            logger.warning("vllm-scope: new monitors cannot be read: %s", error.strerror)
             return None
         self._seen = at
         return text

@@ -5,9 +5,9 @@ Runs:  in each API server process. The processes of one server share a folder. T
        process can serve every file. Each process deletes the files that it has written.
 
 Promise: a file is found only by its id together with its owner. The id has 192 random bits, and the
-owner is part of the file's name. The files of a process never exceed the limit. The files of one
-API key leave room for files of other keys. A file that is older than its time to live is not
-served. The cost of `check_room` does not grow with the number of files.
+owner is part of the file's name. The files of a process never take more bytes than the limit. The
+files of one API key leave room for files of other keys. A file that is older than its time to live
+is not served. The cost of `check_room` does not grow with the number of files.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ KIND = "results"
 _PIECE_BYTES = 1 << 20
 #: Bytes of a tensor's entry in a file's header (dtype, shape, offsets), without the tensor's name.
 _HEADER_BYTES = 200
-#: Files that expire within this time of each other are removed together.
+#: Files that expire within this number of seconds of each other are removed together.
 SLACK_S = 0.2
-#: With more files than FEW, the search for deleted files takes at most LOOK_PART of the time.
+#: If there are more files than FEW, the search for deleted files takes at most LOOK_PART of the
+#: time.
 FEW, LOOK_PART = 256, 0.05
 
 
@@ -70,7 +71,7 @@ class _File:
 
 def owner_of(authorization: str | None) -> str:
     """A digest of a request's API key. Every request with the same key can fetch this request's
-    files. As in vLLM, the case of the scheme does not matter."""
+    files. As in vLLM, the scheme of the Authorization header can be in upper or lower case."""
     scheme, space, key = (authorization or "").partition(" ")
     return hashlib.sha256(f"{scheme.lower()}{space}{key}".encode()).hexdigest()[:32]
 
@@ -80,9 +81,9 @@ class Store:
 
     Args:
         parent: the folder in which the store creates its folder, with mode 700.
-        run: the name of the server's run, equal in all processes of the server.
-        most_bytes: limit of the bytes of all files. `budget.fits` decides how many of these bytes
-            one API key can have.
+        run: the name of this run of the server, which is the same in all processes of the server.
+        most_bytes: limit of the bytes of all files. `budget.fits` decides which part of the limit
+            one API key can use.
         ttl_s: a file's time to live in seconds.
     """
 
@@ -97,7 +98,8 @@ class Store:
         self._timer: threading.Timer | None = None
         self._look_at = 0.0
         self._folder = HeldFolder(parent, KIND, run)
-        # API servers are children of multiprocessing, which do not run atexit's functions.
+        # API server processes are started by multiprocessing, and do not call the functions of
+        # atexit when they end.
         Finalize(None, self.close, exitpriority=0)
 
     def folder(self) -> Path:
@@ -108,14 +110,14 @@ class Store:
 
     @property
     def num_bytes(self) -> int:
-        """Charged bytes of all files."""
+        """The bytes that are counted for all files together."""
         return self.room.num_bytes
 
     def __len__(self) -> int:
         return len(self._files) + self._num_writing
 
     def check_room(self, num_bytes: int, owner: str) -> None:
-        """Raises CapacityError if a file of `num_bytes` does not fit now."""
+        """Raises CapacityError if the store has no room for a file of `num_bytes` bytes now."""
         charged = max(num_bytes, LEAST_BYTES)
         if len(self._files) <= FEW:
             self._make_room(charged, owner)
@@ -130,7 +132,7 @@ class Store:
         """Write a file. The call blocks.
 
         Raises:
-            CapacityError: the file does not fit.
+            CapacityError: the store has no room for the file.
             OSError: the file cannot be written.
         """
         size = len(json.dumps([*tensors, dict(metadata)])) + _HEADER_BYTES
@@ -160,14 +162,15 @@ class Store:
         return Kept(name, num_bytes, self.ttl_s)
 
     def open(self, name: str, owner: str) -> BinaryIO | None:
-        """The file of an id and an owner; None if the file is missing or expired."""
+        """Open the file with this id and this owner. Returns None if the file is missing or has
+        expired."""
         if _ID.fullmatch(name) is None:
             return None
         try:
             file = self._path(name, owner).open("rb")
         except FileNotFoundError:
             return None
-        # The process that deletes the file can be late.
+        # The process that must delete an expired file can be late.
         if time.time() - os.fstat(file.fileno()).st_mtime > self.ttl_s:
             file.close()
             return None
@@ -176,7 +179,8 @@ class Store:
     def sent(
         self, file: BinaryIO, name: str, owner: str, delete: bool, **headers: str
     ) -> StreamingResponse:
-        """An answer with the bytes of an open file, from the file's current position to its end.
+        """An HTTP answer with the bytes of an open file, from the file's current position to the
+        file's end.
 
         Args:
             delete: True to delete the file after all bytes were sent.
@@ -209,7 +213,8 @@ class Store:
                 path.unlink(missing_ok=True)
 
     def _ended(self) -> list[Path]:
-        """Stop counting at most FEW files whose time to live is over. Returns the paths."""
+        """Stop counting the bytes of at most FEW files whose time to live is over. Returns the
+        paths of these files."""
         found: list[Path] = []
         now = time.monotonic()
         with self._lock:
@@ -221,13 +226,15 @@ class Store:
         return found
 
     def _forget(self, name: str) -> Path:
-        """Stop counting a file, and return its path. The caller holds the lock."""
+        """Stop counting the bytes of a file, and return the file's path. The caller holds the
+        lock."""
         file = self._files.pop(name)
         self.room.charge(file.owner, -file.charged)
         return file.path
 
     def _arm(self) -> None:
-        """Start the timer for the oldest file. The caller holds the lock."""
+        """Start the timer that deletes the oldest file, if no timer runs. The caller holds the
+        lock."""
         if self._timer is None and self._files:
             first = next(iter(self._files.values()))
             wait = max(0.0, first.ends_at - time.monotonic()) + SLACK_S
@@ -242,10 +249,12 @@ class Store:
             self._arm()
 
     def forget_deleted(self) -> None:
-        """Free the room of files that another process has deleted after clients have read them.
+        """Stop counting the bytes of files that another process has deleted, after a client had
+        read the file.
 
-        The call blocks for a time in proportion to the number of files. With more files than FEW,
-        some calls do nothing, because the search takes at most LOOK_PART of the time.
+        The call blocks for a time in proportion to the number of files. If there are more files
+        than FEW, some calls do nothing, so that the search for deleted files takes at most
+        LOOK_PART of the time.
         """
         with self._lock:
             written = [(name, file.path) for name, file in self._files.items()]
@@ -261,7 +270,7 @@ class Store:
         self._look_at = ended + (ended - started) / LOOK_PART
 
     def close(self) -> None:
-        """Remove this process's files, and the folder if no other process holds it."""
+        """Remove this process's files, and the folder if no other process holds a lock on it."""
         with self._lock:
             paths = [self._forget(name) for name in list(self._files)]
             if self._timer is not None:

@@ -48,8 +48,8 @@ router = APIRouter(prefix="/v1/scope", tags=["scope"], route_class=Route)
         200: {
             "model": schemas.SweepTable,
             "content": {"text/event-stream": {"schema": {"type": "string"}}},
-            "description": "The table. With `stream`, events instead: the table's names, the cells "
-            "as they arrive, the counts, and `[DONE]`.",
+            "description": "The table. With `stream`, the answer is events instead: the table's "
+            "names, the cells as they arrive, the counts, and `[DONE]`.",
         },
         **errors(413, 429),
     },
@@ -79,8 +79,8 @@ def _parsed(body: bytes) -> AskedSweep:
 
 class _Arrived:
     """Cells that have arrived and were not sent yet. The task refers to this object and not to the
-    SweepAnswer, because the SweepAnswer refers to the task. With such a cycle, the error of a
-    cancelled task would keep the task in memory."""
+    SweepAnswer, because the SweepAnswer refers to the task. If the two objects referred to each
+    other, the error of a cancelled task would keep the task in memory."""
 
     def __init__(self) -> None:
         self._cells: list[Cell] = []
@@ -92,7 +92,7 @@ class _Arrived:
 
     def ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
-            task.exception()  # asyncio logs an error that nothing has read
+            task.exception()  # asyncio would log an error that nothing has read
         self.news.set()
 
     def take(self) -> list[Cell]:
@@ -101,7 +101,7 @@ class _Arrived:
 
 
 class SweepAnswer:
-    """The answer to a request for a sweep: runs the sweep in a task, and sends the cells."""
+    """Answers a request for a sweep: runs the sweep in a task, and sends the cells."""
 
     def __init__(self, run: RunningSweep) -> None:
         self._run, self._arrived, self._closing = run, _Arrived(), False
@@ -132,7 +132,8 @@ class SweepAnswer:
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield server-sent events: the table's names, then the cells, then the counts or the
-        reason of a failure, then `[DONE]`. An event has all cells since the last event."""
+        reason of a failure, then `[DONE]`. An event has all cells that arrived since the last
+        event."""
         table = self._run.table
         yield _event({"table": wire.head(table), "num_cells": self._run.num_cells})
         ended = False

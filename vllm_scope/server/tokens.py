@@ -3,8 +3,9 @@
 Owns:  ScoredTokens; the format of `tokens` in a choice's `scope`.
 From:  results (columns).   To: choice.
 
-The model computes a token's row one step after the token was sampled. Therefore a token is in the
-first chunk after its scores have arrived. In most cases this is the chunk after the token's text.
+The model computes a token's row one step after the token was sampled. Therefore a token is sent in
+the first chunk after the token's scores have arrived. In most cases, the token is sent one chunk
+after the token's text.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class ScoredTokens:
 
     def __init__(self) -> None:
         self._num_told = 0
-        #: Scores of tokens that were not returned yet: position -> name -> score.
+        #: The scores of tokens that were not returned yet, by position and by the probe's name.
         self._scores: dict[int, dict[str, float | None]] = {}
 
     def add(self, result: ScopeResult, columns: Iterable[Column]) -> None:
@@ -54,8 +55,8 @@ class ScoredTokens:
 
         Args:
             texts: the text of each generated token.
-            settled: all scores at positions below `settled` have arrived. None: no more will
-                arrive.
+            settled: all scores at positions below `settled` have arrived. If `settled` is None, no
+                more scores will arrive.
         """
         start = result.num_prompt + self._num_told
         stop = len(result.transcript) if settled is None else max(settled, start)

@@ -1,8 +1,9 @@
-"""Sinks, which take the drained rows.
+"""The interface of sinks, which take the rows that a worker drains.
 
-Owns:  Sink, Block, RequestInfo, Ending (inputs of a sink), Report (output of a sink), Manifest (the
-       caller's part of a report), RowBatch and BatchSink (between the drain and the router).
-Runs:  RowBatch on the drain thread of each worker that drains. Each Sink has its own thread.
+Owns:  Sink, Block, RequestInfo and Ending (inputs of a sink), Report (output of a sink), Manifest
+       (the part of a report that the caller gets), RowBatch and BatchSink (between drain and
+       router).
+Runs:  batches on the drain thread of each worker that drains rows. Each Sink has its own thread.
 
     drain -> router -> memory                       (rows back to the caller)
                     -> sink queue -> sink thread -> filesystem, plugins
@@ -50,18 +51,21 @@ from vllm_scope.transport.ring import Lease
 
 @dataclass(frozen=True)
 class RequestInfo:
-    """The data of a request that a sink gets with each block.
+    """The data about a request that a sink gets with each block of the request.
 
     Attributes:
-        key: unique among all requests of the engine.
-        request_id: the id from the caller or from vLLM. Two requests may have the same id.
-        uid: unique. All stages and completions of one request have the same uid.
+        key: a number that is unique among all requests of the engine.
+        request_id: the id that the caller or vLLM gave the request. Two requests may have the same
+            id.
+        uid: an id that is unique among all requests. All stages and completions of one request have
+            the same uid.
         tag, name: the tag and the name of the read.
         child: index of the completion if the request has n > 1.
         stage, num_stages: the pipeline stage of this worker, and the number of stages. A worker has
             only the layers of its stage.
         model: name of the engine's model.
-        owner: over HTTP a digest of the sender's API key. "" offline and at global sinks.
+        owner: for a request over HTTP, a digest of the sender's API key. Offline and at sinks in
+            `global_sinks`, "".
         num_layers: the model's number of layers. None: not known.
     """
 
@@ -81,14 +85,15 @@ class RequestInfo:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of one stream, scores of one probe, or features of one `Features`, all of one request.
+    """Rows of one stream, scores of one probe, or features of one `Features`. All values belong to
+    one request.
 
     Attributes:
         site, layer: the stream. If the rows were read before the edits of the site
             (`when="before"`), `site` ends in ".before".
-        positions: int64 [n], absolute.
+        positions: the absolute positions of the values, int64 [n].
         values: the rows (encoded if the read has a codec), the scores, or the values of features.
-            Valid only during the call. A sink must copy values that it keeps.
+            The values are valid only during the call. A sink must copy values that it keeps.
         probe: the name of the probe or of the features.
         indices: for features, int32 [n, places]: the feature number of each value. A place without
             a feature has the index -1 and the value 0.
@@ -110,9 +115,9 @@ class Block:
 
     @cached_property
     def rows(self) -> Tensor:
-        """[n, hidden_size], the model's dtype, CPU. For a probe: float32 [n]. For features: float32
-        [n, places]. If the site has heads, a row has the numbers of head 0, then of head 1, and so
-        on. Encoded rows are decoded."""
+        """The rows on the CPU, [n, hidden_size] in the model's dtype. For a probe, the scores,
+        float32 [n]. For features, their values, float32 [n, places]. If the site has heads, a row
+        has the numbers of head 0, then of head 1, and so on. Encoded rows are decoded first."""
         return decoded(self.values)
 
     @property
@@ -126,9 +131,11 @@ class Ending:
     """How a request ended at one sink.
 
     Attributes:
-        output_ids: the engine's tokens. With a stop string, the caller may get fewer tokens.
-        finish_reason: vLLM's finish reason: stop, length, abort, error.
-        expected: number of requested rows and scores of this stage, for processed tokens.
+        output_ids: the tokens that the engine generated. If a stop string ended the request, the
+            caller may get fewer tokens.
+        finish_reason: the finish reason that vLLM reports (stop, length, abort or error).
+        expected: number of rows and scores of this stage that were requested for the processed
+            tokens.
         delivered: number of expected rows and scores that the sink got.
         reason: the reason of the status. None if the status is `ok`.
     """
@@ -148,12 +155,14 @@ class Ending:
 
 @dataclass(frozen=True)
 class Report:
-    """A sink's return value for a request that ended. The manifest has the report's data.
+    """A sink's return value for a request that ended. The manifest of the request contains the data
+    of the report.
 
     Attributes:
         files: the names of the files that have the rows.
-        streams: `site.layer` -> shape, dtype, and other facts.
-        status, reason: if the Ending is `ok`, these values replace the Ending's values.
+        streams: shape, dtype, and other facts of each stream, by `site.layer`.
+        status, reason: if the Ending has the status `ok`, these values replace the status and the
+            reason of the Ending.
         details: any JSON object.
         published: a future that is done when the rows can no longer be lost. None if the rows are
             already safe. The caller waits for this future. If the future fails, the request ends
@@ -176,28 +185,30 @@ class Sink(Protocol):
     Each instance has its own thread, and only this thread calls the instance. The option `threads`
     is the number of instances. All calls of one request go to the same instance.
 
-    Order: the blocks of a request, then one call of `finish`. A failed request, or a request
-    without blocks, has a call of `finish` too. If a request began and ended while the sink was
-    stalled, the sink gets no call for the request. Calls of different requests interleave.
+    Order: for each request, the worker calls `write` with the blocks of the request, then calls
+    `finish` one time. For a failed request, or a request without blocks, the worker calls `finish`
+    too. If a request began and ended while the sink was stalled, the sink gets no call for the
+    request. Between two calls for one request, there can be calls for other requests.
 
     The contents of a block depend on the class attribute `live`:
 
     - False (the default): the sink gets the rows of a request after its end. There is one block
       per stream, with exactly the requested rows, in ascending positions.
-    - True: the sink gets rows as soon as they are computed. If a position is computed twice, the
-      last row is the right row. Some rows may belong to rejected tokens.
+    - True: the sink gets rows as soon as they are computed. If a position is computed twice, only
+      the last row is correct. Some rows may belong to rejected tokens.
 
-    Class attributes state which actions may name the sink: `takes_rows` for reads, `takes_scores`
-    for probes and lenses, `takes_features` for features, `takes_some_features` for features with
-    `indices` or `threshold`, `takes_edited` for requests with edits. The default of
-    `takes_features` is the value of `takes_scores`. The other attributes default to True.
+    Class attributes state which actions may name the sink. These attributes are `takes_rows` for
+    reads, `takes_scores` for probes and lenses, `takes_features` for features,
+    `takes_some_features` for features with `indices` or `threshold`, `takes_edited` for requests
+    with edits. The default of `takes_features` is the value of `takes_scores`. The other attributes
+    default to True.
 
-    If a call raises, its request ends with the status `error` and the exception as the reason.
-    Other requests and the engine go on. The engine waits for a call at most `patience_s`, an option
-    of every sink (`sinks.options`).
+    If a call raises an exception, the request of the call ends with the status `error`, and the
+    exception is the reason. Other requests and the engine continue. The engine waits for a call at
+    most `patience_s` seconds. Every sink has the option `patience_s` (`sinks.options`).
 
-    Lifetime: the worker makes the sink when it loads its model, and closes the sink when it shuts
-    down. A killed worker does not close its sinks.
+    Lifetime: the worker makes the sink when the worker loads its model, and closes the sink when
+    the worker shuts down. A killed worker does not close its sinks.
     """
 
     def write(self, block: Block) -> None: ...
@@ -205,9 +216,9 @@ class Sink(Protocol):
     def finish(self, ending: Ending) -> Report | None: ...
 
     def flush(self) -> None:
-        """Make finished requests visible. When `flush` returns, every `published` is done. The sink
-        thread calls this at the latest `flush_s` after a request's end, and for the remote call
-        `scope_flush`."""
+        """Make the rows of finished requests visible. When `flush` returns, every future
+        `published` is done. The sink thread calls this function at most `flush_s` seconds after a
+        request has ended, and when a front-end calls `scope_flush`."""
 
     def close(self) -> None: ...
 
@@ -217,12 +228,12 @@ class RowBatch:
     """The rows of one step, or of one tap of a step that is larger than the arena.
 
     Attributes:
-        labels: one entry per token.
+        labels: the labels, with one entry per token.
         lease: the span of the batch in the worker's host ring.
-        widths: number of bytes of a raw row, by kind.
+        widths: number of bytes of a raw row, for each kind of site.
         boundary: the tap's boundary if the batch has the rows of one tap, else None. In such a
-            batch all tokens have equally many slots. A token's layout at this boundary uses the
-            first slots.
+            batch, all tokens have the same number of slots. The values of a token are in the first
+            of its slots, in the order of the token's layout at this boundary.
     """
 
     labels: Labels
@@ -232,23 +243,26 @@ class RowBatch:
 
     @property
     def slots(self) -> Tensor:
-        """uint8 [num_slots, SLOT_BYTES], host. A token's slots are consecutive. The slots have the
-        raw rows in the order of the layout's points, then the results of heads."""
+        """The slots in host memory, uint8 [num_slots, SLOT_BYTES]. The slots of a token are
+        consecutive. The slots have the raw rows in the order of the layout's points, then the
+        results of heads."""
         return self.lease.slots
 
     @property
     def nbytes(self) -> int:
-        """The value of `slots.nbytes`. A slice of the ring would take 80 us if caches are cold."""
+        """The value of `slots.nbytes`, computed without `slots`. If the caches are cold, making the
+        slice `slots` takes 80 us."""
         return (self.lease.stop - self.lease.start) * SLOT_BYTES
 
 
 class BatchSink(Protocol):
     """The interface of an object that takes batches from the drain.
 
-    Only the drain thread calls the methods. Rows of one (request, point) arrive in the order of
-    computation. If a position arrives twice (recomputation, rejected drafts), the last row is the
-    right row. `finish` is the last call for a request. After `write` returns, the worker reuses
-    `batch.slots`. To prevent this, a sink can retain `batch.lease` and release it later.
+    Only the drain thread calls the methods. The rows of one request and one point arrive in the
+    order in which they were computed. If a position arrives twice, after a recomputation or a
+    rejected draft, only the last row is correct. The last call for a request is `finish`. After
+    `write` returns, the worker reuses `batch.slots`. To prevent the reuse, a sink can retain
+    `batch.lease` and release the lease later.
     """
 
     def write(self, batch: RowBatch) -> None: ...
@@ -256,6 +270,6 @@ class BatchSink(Protocol):
     def finish(self, key: int, error: str | None) -> None: ...
 
     def finish_all(self, ends: Sequence[tuple[int, str | None]]) -> None:
-        """Call `finish` for several requests: (key, error) of each request."""
+        """Call `finish` for several requests. `ends` has (key, error) of each request."""
 
     def close(self) -> None: ...

@@ -10,15 +10,16 @@ from dataclasses import dataclass, fields
 
 @dataclass
 class Counters:
-    """Totals of one sink since the start. The last three fields are current values.
+    """Totals of one sink since the engine started. The last three fields are current values.
 
     Attributes:
         rows, bytes: number of rows and scores that the sink got, and their size in bytes.
-        waits, wait_ms: number and total time of the drain thread's waits for room.
+        waits, wait_ms: number and total time of the waits of the drain thread for free room.
         drops: number of dropped rows and scores.
         spilled_bytes: number of bytes that have waited on disk.
-        errors: number of calls that raised, and of stalls.
-        queue_bytes, held_bytes, spill_bytes: bytes in the queue, of running requests, and on disk.
+        errors: number of calls that raised an exception, plus the number of stalls.
+        queue_bytes, held_bytes, spill_bytes: number of bytes in the queue, number of bytes that are
+            kept for running requests, and number of bytes on disk.
     """
 
     rows: int = 0

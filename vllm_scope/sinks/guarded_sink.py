@@ -1,8 +1,8 @@
-"""Calls a sink that may raise, hang, or return a wrong value.
+"""Calls a sink that may raise exceptions, hang, or return a wrong value.
 
 Owns:  GuardedSink.
 Runs:  on the sink's thread. Any thread may read `stalled`.
-From:  sink_thread.   To: a Sink; reports (the log).
+From:  sink_thread.   To: a Sink, reports (which writes the log).
 
 Promise: exceptions of a sink do not reach the caller. `stalled` tells whether the sink hangs.
 """
@@ -17,15 +17,15 @@ from vllm_scope.sinks.reports import Log, checked, failure, plain
 
 
 class GuardedSink:
-    """A sink whose calls may raise or hang.
+    """A sink whose calls may raise exceptions or hang.
 
     Args:
-        count_error: GuardedSink calls this for each call of the sink that fails.
+        count_error: a function that GuardedSink calls for each failed call of the sink.
 
     Attributes:
         live: as in Sink.
-        takes: the kinds of actions that may name the sink. "edits": requests with edits. "some
-            features": features with `indices` or `threshold`.
+        takes: the kinds of actions that may name the sink. "edits" means requests with edits. "some
+            features" means features with `indices` or `threshold`.
         log: the operator's log of this sink.
     """
 
@@ -48,7 +48,7 @@ class GuardedSink:
 
     @property
     def stalled(self) -> bool:
-        """True while a call takes longer than `patience_s`."""
+        """True while a call takes longer than `patience_s` seconds."""
         called_at = self._called_at
         return called_at is not None and time.monotonic() - called_at > self._patience_s
 
@@ -67,7 +67,8 @@ class GuardedSink:
         return self._call(self._sink.close)
 
     def finish(self, ending: Ending) -> tuple[Report, str | None]:
-        """(The sink's checked report, the reason if the call failed, else None)."""
+        """Returns the sink's checked report, and the reason why the call failed. The reason is None
+        if the call did not fail."""
         reports: list[Report] = []
         error = self._call(lambda: reports.append(checked(self._sink.finish(ending))))
         return reports[0] if reports else Report(), error
@@ -83,7 +84,7 @@ class GuardedSink:
         return None
 
     def failure(self, error: BaseException, counts: bool = False) -> str:
-        """Log an error. Returns a shorter reason for callers."""
+        """Log an exception with its traceback. Returns a shorter reason, for callers."""
         if counts:
             self._count_error()
         self.log.failure(error)

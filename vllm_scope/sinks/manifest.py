@@ -20,10 +20,12 @@ class Manifest(msgspec.Struct, frozen=True):
     """How one request ended at one sink: `result.manifests[sink]`.
 
     Attributes:
-        expected, delivered, dropped: numbers of rows and scores.
+        expected, delivered, dropped: number of expected, of delivered and of dropped rows and
+            scores.
         files: the names of the files that have the rows and scores.
-        streams: `site.layer` (or a probe's name) -> shape, dtype, codec, file.
-        details: `Report.details` of each stage.
+        streams: shape, dtype, codec and file of each stream, by `site.layer`. The scores of a probe
+            are found by the probe's name.
+        details: `Report.details` of each pipeline stage.
         said: True if the reason or the streams have text that a plugin wrote.
     """
 
@@ -38,8 +40,9 @@ class Manifest(msgspec.Struct, frozen=True):
     said: bool = False
 
     def public(self, sink: str) -> Manifest:
-        """The manifest for senders that are not the operator. This manifest has no paths, and no
-        texts of exceptions and plugins, which may have paths. `files` has only relative names."""
+        """The manifest for senders who are not the operator. This manifest has no paths. It also
+        has no texts of exceptions or plugins, because such texts may contain paths. `files` has
+        only relative names."""
         reason, streams = self.reason, self.streams
         if self.status == "error":
             reason = f"sink {sink!r} failed; the server's log says why"
@@ -57,7 +60,7 @@ class Manifest(msgspec.Struct, frozen=True):
         )  # fmt: skip
 
     def joined(self, other: Manifest) -> Manifest:
-        """One manifest for the stages of both manifests."""
+        """One manifest for all pipeline stages of this manifest and of `other`."""
         worse = max(self, other, key=lambda m: STATUSES.index(m.status))
         return Manifest(
             worse.status, worse.reason,

@@ -8,8 +8,8 @@ Runs:  on a sink thread. Several instances, and several engines, may write into 
 To:    saes.max_activating (the table). Each file has one table.
 
 The sink gets the rows after the request has ended. Therefore each accepted token counts one time.
-Failed requests are left out. If a request was aborted, the tokens before the abort count. Requests
-with edits are refused: edits change features.
+Failed requests are left out. If a request was aborted, the tokens before the abort are counted.
+Requests with edits are refused, because edits change features.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class MaxActivatingOptions(BaseModel):
         root: the folder of the tables.
         k: number of strongest tokens that a table keeps for each feature.
         before, after: number of context tokens before and after a strongest token.
-        tables_mib: limit of the size of an instance's tables. `table_bytes` computes a table's
-            size.
+        tables_mib: largest size of all tables of one instance (see `table_bytes`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -55,7 +54,8 @@ class MaxActivatingOptions(BaseModel):
 
     @staticmethod
     def parse(own: Mapping[str, object]) -> MaxActivatingOptions:
-        """The checked options. Raises ConfigError with the option and the allowed values."""
+        """The checked options. Raises ConfigError if an option is wrong. The text has the option
+        and the allowed values."""
         return checked(MaxActivatingOptions, own, "")
 
 
@@ -79,10 +79,10 @@ class MaxActivatingSink:
         self._options = options
         self._publisher = LocalPublisher(Path(options.root))
         self._identity = secrets.token_hex(8)
-        #: Name of an SAE -> its table.
+        #: The table of each SAE, by the name of the SAE.
         self._tables: dict[str, MaxActivating] = {}
         self._unsaved: set[str] = set()
-        #: Key of a request -> its features.
+        #: The features of each request, by the key of the request.
         self._waiting: dict[int, list[_Waiting]] = {}
 
     def write(self, block: Block) -> None:

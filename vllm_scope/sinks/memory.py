@@ -1,8 +1,9 @@
 """The sink `memory`, which sends rows to the front-end that made the request.
 
-Owns:  MemorySink: the front-end of each request, and the sender to each front-end.
-Runs:  `connect` and `add_request` on the worker's thread. `write` on the drain thread. `finish` on
-       the drain thread or on a sink thread. `reclaim` on the worker's thread and the drain thread.
+Owns:  MemorySink, which knows the front-end of each request and has a sender to each front-end.
+Runs:  `connect` and `add_request` run on the worker's thread. `write` runs on the drain thread.
+       `finish` runs on the drain thread or on a sink thread. `reclaim` runs on the worker's thread
+       and on the drain thread.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 
 class MemorySink:
-    """Sends labelled batches to front-ends, by the keys of the requests.
+    """Sends each labelled batch to the front-ends of the requests in the batch.
 
     Args:
         stage: the pipeline stage of this worker.
         ring: the host ring that has the batches.
-        road: the allowed transport, as in the engine's option `road`.
+        road: the allowed transport, with the values of the engine's option `road`.
     """
 
     def __init__(
@@ -45,15 +46,15 @@ class MemorySink:
         self._lock = threading.Lock()
         self._senders: dict[str, Sender] = {}
         self._frontend_of: dict[int, str] = {}
-        #: As `_frontend_of`, but only for requests whose rows go to the front-end.
+        #: Like `_frontend_of`, but only for requests whose rows are sent to the front-end.
         self._reads: dict[int, str] = {}
         self._num_bytes = 0
-        #: Front-end -> the number of messages that the front-end had read at the last `_give_up`.
+        #: For each front-end, the number of messages that the front-end had read at the last call
+        #: of `_give_up`.
         self._read_before: dict[str, int] = {}
 
     @property
     def roads(self) -> list[Road]:
-        """The transport to each front-end."""
         return [sender.road for sender in self._senders.values()]
 
     @property
@@ -62,14 +63,14 @@ class MemorySink:
         return len(self._frontend_of)
 
     def connect(self, address: Address) -> Road | None:
-        """Connect to a front-end by the first transport that works. Idempotent.
+        """Connect to a front-end with the first transport that works. Idempotent.
 
         Returns:
-            The transport. None if only TCP can work and the front-end does not listen.
+            The transport. None if only TCP can work and the front-end does not accept TCP.
 
         Raises:
             CompatError: no allowed transport works.
-            CapacityError: too many front-ends.
+            CapacityError: too many front-ends are connected.
         """
         with self._lock:
             self._forget_dead()
@@ -116,8 +117,8 @@ class MemorySink:
         self.reclaim()
         with self._lock:
             of = self._reads
-            # If there is one front-end, send without a look-up of keys. A front-end ignores keys of
-            # other front-ends.
+            # If there is only one front-end, send the batch without looking up the keys. A
+            # front-end ignores keys of other front-ends.
             one = set(self._senders) if len(self._senders) == 1 and of else None
             frontends = one or {of[k] for k in np.unique(batch.labels.keys).tolist() if k in of}
             for frontend in frontends:
@@ -128,9 +129,10 @@ class MemorySink:
     def finish(
         self, key: int, error: str | None, manifests: dict[str, Manifest] | None = None
     ) -> None:
-        """Send a request's end. The drain thread calls this, or the thread of the last sink that
-        ended the request. The error's text is cleaned, because the message must always be
-        encodable: the caller waits for the message."""
+        """Send the end of a request to its front-end. The caller is the drain thread, or the thread
+        of the last sink that ended the request. Characters that cannot be encoded are replaced in
+        the text of the error. Otherwise the message could not be sent, and the caller would wait
+        forever."""
         error = None if error is None else plain(error)
         with self._lock:
             frontend = self._frontend_of.pop(key, None)
@@ -139,8 +141,8 @@ class MemorySink:
                 self._senders[frontend].send_finish(key, self._stage, error, manifests or {})
 
     def finish_all(self, ends: Sequence[tuple[int, str | None]]) -> None:
-        """Send the ends of several requests, (key, error) of each, with one message to each
-        front-end. If one message fails, the other messages are still sent."""
+        """Send the ends of several requests, with one message to each front-end. `ends` has (key,
+        error) of each request. If one message fails, the other messages are still sent."""
         found: dict[str, list[tuple[int, str | None]]] = {}
         with self._lock:
             for key, error in ends:
@@ -162,19 +164,20 @@ class MemorySink:
             logger.exception("vllm-scope: %s could not be sent to front-end %s", what, frontend)
 
     def tell(self, key: int, decided: Decided) -> None:
-        """Send a policy's decision. The thread that makes a step's output calls this."""
+        """Send a policy's decision to the front-end of the request. The thread that makes the
+        output of a step calls this function."""
         with self._lock:
             frontend = self._frontend_of.get(key)
             if frontend is not None:
                 self._senders[frontend].send_decided(key, decided)
 
     def counters(self) -> dict[str, float]:
-        """Some fields of `counters.Counters`. The ring is this sink's queue."""
+        """Some fields of `counters.Counters`. The ring serves as the queue of this sink."""
         return {"bytes": self._num_bytes, "wait_ms": self._ring.wait_ms}
 
     def send_counters(self, sinks: dict[str, dict[str, float]]) -> bool:
-        """Send the sinks' counters to one front-end, because two front-ends would count everything
-        twice. Returns False if no front-end is alive."""
+        """Send the counters of all sinks to only one front-end. If two front-ends got the counters,
+        everything would be counted twice. Returns False if no front-end is alive."""
         with self._lock:
             alive = next((s for s in self._senders.values() if not s.dead), None)
             if alive is not None:
@@ -188,8 +191,8 @@ class MemorySink:
                 sender.reclaim()
 
     def _give_up(self, lease: Lease) -> None:
-        """Drop front-ends that block the worker. Such a front-end uses the lease for which the
-        worker waits, and has read no message since the last call."""
+        """Drop each front-end that blocks the worker. Such a front-end uses the lease for which the
+        worker waits, and has read no message since the last call of `_give_up`."""
         with self._lock:
             before = self._read_before
             self._read_before = {f: sender.num_read for f, sender in self._senders.items()}

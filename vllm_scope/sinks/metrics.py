@@ -1,8 +1,8 @@
 """The sinks' counters as Prometheus metrics, in addition to vLLM's metrics on /metrics.
 
 Owns:  the metrics `vllm_scope_sink_*` and other metrics of this package.
-Runs:  in front-ends, on the receiver's thread. Workers have no /metrics. Every second, a worker
-       sends changed totals to one front-end.
+Runs:  in front-ends, on the receiver's thread. Workers have no endpoint /metrics. Every second,
+       each worker sends to one front-end the totals that have changed.
 
 With several API servers, prometheus_client keeps the values in files, and each server shows the
 sum. Each worker reports to one server. Therefore values are not counted twice.
@@ -34,14 +34,14 @@ _GAUGES = {
     "held_bytes": "Bytes of requests that have not ended",
     "spill_bytes": "Bytes that wait on disk now",
 }
-#: (worker, sink) -> the last totals from this worker. The totals of ended workers are removed.
+#: The last totals that arrived, by (worker, sink). The totals of ended workers are removed.
 _last: dict[tuple[int, str], dict[str, float]] = {}
 
 T = TypeVar("T")
 
 
 def _once(make: Callable[[], T]) -> Callable[[], T]:
-    """A function that returns the result of `make`, and calls `make` one time in this process.
+    """A function that returns the result of `make`. In one process, `make` is called only one time.
     Thread-safe. Prometheus refuses a second metric of the same name."""
     lock, made = threading.Lock(), list[T]()
 
@@ -97,7 +97,7 @@ def _of_monitors() -> _OfMonitors | None:
 
 
 def count_verdict(monitor: str, value: float | None, above: bool, num_lost: int) -> None:
-    """Count a monitor's finding in a request that has ended.
+    """Count the finding of a monitor in a request that has ended.
 
     Args:
         value: the monitor's largest value in the request. None if no token was scored.
@@ -115,7 +115,7 @@ def count_verdict(monitor: str, value: float | None, above: bool, num_lost: int)
 
 
 def count_escalation(outcome: str) -> None:
-    """Count a verdict for a webhook. outcome: sent, failed or dropped."""
+    """Count a verdict that is sent to a webhook. `outcome` is sent, failed or dropped."""
     if metrics := _of_monitors():
         metrics.escalations.labels(outcome=outcome).inc()
 
@@ -138,7 +138,7 @@ def _decisions() -> Counter | None:
 
 
 def count_decision(policy: str, decided: Decided) -> None:
-    """Count a policy's decision about a request, or the policy's failure."""
+    """Count one decision of a policy about a request, or one failure of the policy."""
     metric = _decisions()
     if metric is None:
         return
@@ -157,7 +157,7 @@ def _of_memory() -> Counter | None:
 
 
 def count_memory(memory: str, num_bytes: int) -> None:
-    """Count memory for rows of a result. memory: "reused" or "new"."""
+    """Count the bytes of memory that the rows of a result use. `memory` is "reused" or "new"."""
     if metric := _of_memory():
         metric.labels(memory=memory).inc(num_bytes)
 
@@ -172,13 +172,14 @@ def count_sinks(header: CountersHeader) -> None:
                 continue
             metric = metrics[name].labels(sink=sink)
             change = value - last.get(name, 0)
-            # Add the change to gauges too, because a sink's gauge is the sum over the workers.
+            # Gauges also get only the change, because the gauge of a sink is the sum over all
+            # workers.
             metric.inc(change) if change > 0 or name in _GAUGES else None
         _last[header.worker, sink] = totals
 
 
 def forget_worker(worker: int) -> None:
-    """Subtract the gauges of a worker that is gone, and forget the worker's totals."""
+    """Subtract an ended worker's totals from the gauges, and forget the totals of this worker."""
     metrics = _metrics()
     for key in [key for key in _last if key[0] == worker]:
         totals = _last.pop(key)

@@ -1,4 +1,4 @@
-"""The operator's options of sinks: `additional_config={"scope": {"sinks": {...}}}`.
+"""The operator's options of sinks, in `additional_config={"scope": {"sinks": {...}}}`.
 
     "sinks": {"filesystem": {"root": "/data/captures", "on_overload": "spill"},
               "my_plugin": {"url": "https://..."}},
@@ -39,27 +39,32 @@ class SinkOptions(BaseModel):
     """The options that all sinks have. A sink can have further options.
 
     Attributes:
-        on_overload: the policy for rows if the queue is full. `block`: the engine waits. `drop`:
-            the rows are dropped and counted, and the request is `partial`. `spill`: the rows wait
-            on a local disk, in order. If the disk is full too, the engine waits.
-        queue_mib: limit of the size of rows that wait in memory for the sink.
-        held_mib: limit of the size of rows of running requests, for a sink that takes whole
-            requests. Rows beyond the limit are dropped and counted under every policy, because only
-            the end of a request makes room. One API key may hold three times the free part. With
-            `drop`, the same rule applies to queue_mib.
-        spill_mib: limit of the size of rows on disk.
-        spill_folder: the folder of these rows. None: the folder for temporary files.
-        threads: number of instances. An instance has its own thread and an equal share of each
-            limit.
-        patience_s: time limit of one call to the sink. After this time the sink is stalled until
-            the call returns. The engine does not wait for a stalled sink. If the queue is full,
-            rows are dropped. Requests that end get the status `error`.
-        flush_s: longest time from a request's end until the sink makes its rows visible. If the
-            caller waits and no other request is running, the time is shorter.
-        key_mib: limit of the size of rows that one API key sends to the sink within 24 hours, in
-            each worker. A request counts as 8 KiB more than its rows. Rows beyond the limit are
-            dropped and counted, and the request is `partial`. If all rows of a request are dropped,
-            the sink does not get the request. None: no limit. Offline requests have no key.
+        on_overload: the policy for rows that arrive while the queue is full. With `block`, the
+            engine waits. With `drop`, the rows are dropped and counted, and the request gets the
+            status `partial`. With `spill`, the rows wait in a file on a local disk, in their order.
+            If this file is full too, the engine waits.
+        queue_mib: largest size of the rows that wait in memory for the sink.
+        held_mib: largest size of the rows that are kept for running requests, for a sink that takes
+            whole requests. Rows beyond the limit are dropped and counted under every policy,
+            because only the end of a request makes room. The rows of one API key may take at most
+            three times the free part of held_mib. With `drop`, the same rule applies to queue_mib.
+        spill_mib: largest size of the rows that wait on disk.
+        spill_folder: the folder of the file with the rows that wait on disk. If None, the folder
+            for temporary files.
+        threads: number of instances of the sink. Each instance has its own thread and an equal
+            share of each limit.
+        patience_s: time limit of one call to the sink, in seconds. After this time, the sink counts
+            as stalled until the call returns. The engine does not wait for a stalled sink. While
+            the sink is stalled and its queue is full, rows are dropped. A request that ends while
+            the sink is stalled gets the status `error`.
+        flush_s: longest time in seconds from a request's end until the sink makes the rows of the
+            request visible. The time is shorter if the caller waits and no other request is
+            running.
+        key_mib: largest size of the rows that one API key may send to the sink within 24 hours, in
+            each worker. For each request, 8 KiB are added to the size of its rows. Rows beyond the
+            limit are dropped and counted, and the request gets the status `partial`. If all rows of
+            a request are dropped, the sink gets no call for the request. None: no limit. This limit
+            does not apply to offline requests, which have no API key.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -75,7 +80,7 @@ class SinkOptions(BaseModel):
     key_mib: Number | None = Field(default=None, gt=0)
 
     def share(self, mib: float) -> int:
-        """The share of one thread in a limit, in bytes."""
+        """The part of a limit that one thread of the sink may use, in bytes."""
         return int(mib * 2**20) // self.threads
 
 
@@ -86,7 +91,8 @@ class SinkConfig:
     Attributes:
         options: the options that every sink has.
         own: the options that only this sink has.
-        reads: JSON of the reads that a global sink adds to every request. None for other sinks.
+        reads: the reads that a sink in `global_sinks` adds to every request, as JSON. None for
+            other sinks.
     """
 
     name: str
@@ -119,8 +125,8 @@ class SinkConfig:
             try:
                 sink: Sink = made(**self.own)
             except (TypeError, ValueError) as error:
-                # The text is logged. The text has no values of options, because values may be
-                # secrets.
+                # The text of this error is logged. Therefore the text has no values of options,
+                # which may be secrets.
                 raise ConfigError(
                     f"the options of sink {self.name!r}, {', '.join(sorted(map(str, self.own)))}, "
                     f"are not taken: {error}."
@@ -131,14 +137,15 @@ class SinkConfig:
 
 
 def parse_sinks(body: object, where: str, reads: bool) -> dict[str, SinkConfig]:
-    """Name -> sink.
+    """The configuration of each sink, by the name of the sink.
 
     Args:
-        where: "sinks" or "global_sinks".
+        where: the name of the field, "sinks" or "global_sinks".
         reads: True if each sink must have `reads`.
 
     Raises:
-        ConfigError: an option is wrong. The text has the sink, the option and the allowed values.
+        ConfigError: an option is wrong. The text of the error has the sink, the option and the
+            allowed values.
     """
     if not isinstance(body, Mapping):
         raise ConfigError(f"{where} is {shown(body)}; it must be an object, one field per sink.")
@@ -146,8 +153,8 @@ def parse_sinks(body: object, where: str, reads: bool) -> dict[str, SinkConfig]:
 
 
 def without_secrets(body: object) -> object:
-    """The engine's options (`additional_config["scope"]`) for a log. Values of plugin options and
-    URLs are hidden, because such values may be secrets."""
+    """The engine's options (`additional_config["scope"]`) in a form for a log. The values of
+    plugins' options and URLs are replaced by a fixed text, because such values may be secrets."""
     if not isinstance(body, Mapping):
         return body
     shown = dict(body)
@@ -215,11 +222,11 @@ def _parse_reads(body: object, where: str) -> str:
 
 
 def take_options(model: type[Options], own: dict[str, Any], where: str) -> Options:
-    """The options that every plugin of a kind has. `own` has all options of one plugin. The
-    returned options are removed from `own`.
+    """The options that all plugins of one kind have in common. `own` has all options of one plugin.
+    The returned options are removed from `own`.
 
     Raises:
-        ConfigError: an option is wrong. The text names the first wrong option.
+        ConfigError: an option is wrong. The text of the error names the first wrong option.
     """
     general = {key: own.pop(key) for key in model.model_fields if key in own}
     return checked(model, general, f"{where}.")

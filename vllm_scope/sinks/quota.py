@@ -1,7 +1,8 @@
-"""Limits of the bytes that one API key may send to a sink.
+"""Limits the number of bytes that one API key may send to a sink.
 
 Owns:  Quota (bytes per day, for all threads of a sink), KeyedBytes (memory of one thread).
-Runs:  on the drain thread. The KeyedBytes of held rows is used on the sink's thread.
+Runs:  on the drain thread. The KeyedBytes of the rows that are kept for running requests is used on
+       the sink's thread.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections import Counter
 from vllm_scope.results.budget import fits
 from vllm_scope.sinks.options import SinkOptions
 
-#: A request counts this number of bytes more than its rows, because it may make two small files.
+#: For each request, this number of bytes is added to the bytes of its rows, because a request may
+#: make two small files.
 REQUEST_BYTES = 1 << 13
 WINDOW_HOURS = 24
 
@@ -27,7 +29,7 @@ class Quota:
 
     Args:
         name: the sink's name.
-        options: if `key_mib` is None, there is no limit.
+        options: the options of the sink. If `key_mib` is None, there is no limit.
 
     Attributes:
         reason: the error text for a key that has reached the limit.
@@ -36,7 +38,7 @@ class Quota:
     def __init__(self, name: str, options: SinkOptions) -> None:
         self._most_bytes = None if options.key_mib is None else int(options.key_mib * 2**20)
         self._lock = threading.Lock()
-        #: hour -> key -> bytes, for the hours in the window.
+        #: The number of bytes that each key sent in each hour of the window, by hour and key.
         self._given: dict[int, Counter[str]] = {}
         self.reason = (
             f"this key has sent sink {name!r} the {options.key_mib or 0:.3g} MiB that a key may "
@@ -44,8 +46,8 @@ class Quota:
         )
 
     def take(self, owner: str, num_bytes: int) -> bool:
-        """If the key has room for the bytes, count the bytes and return True. Else return False.
-        Always True for the operator, who has no key."""
+        """If the API key may send these bytes, count the bytes and return True. Else return False.
+        The operator has no API key, and always gets True."""
         if self._most_bytes is None or not owner:
             return True
         hour = int(hours())
@@ -61,8 +63,8 @@ class Quota:
 class KeyedBytes:
     """The bytes in the memory of one sink thread, in total and by API key. Not thread-safe.
 
-    A key may hold three times the free bytes, which leaves some room for other keys. The operator,
-    who has no key, may fill the memory.
+    An API key may hold at most three times the bytes that are free. Therefore some bytes are always
+    free for other keys. The operator has no API key, and may use the whole memory.
     """
 
     def __init__(self, most_bytes: int) -> None:

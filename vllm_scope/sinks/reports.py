@@ -1,8 +1,9 @@
 """Checks a sink's report of a request, and makes the manifest that callers get.
 
-Owns:  `plain` and `failure` (bounded text that can be encoded), Log, `checked`, `manifest_of`.
-Runs:  on a sink thread. Return values and exceptions of a plugin are checked, because they must not
-       break the message about a request's end.
+Owns:  `plain` and `failure` (text of limited length that can be encoded), Log, `checked`,
+       `manifest_of`.
+Runs:  on a sink thread. A plugin's return values and exceptions are checked here. Without these
+       checks, a wrong value could prevent the message about a request's end.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from vllm_scope.sinks import Block, Ending, Manifest, Report
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Largest number of characters: of a reason, and of one failure in the log.
+#: Largest number of characters of a reason, and largest number of characters of one failure in the
+#: log.
 MOST_REASON, MOST_LOGGED = 500, 8000
 #: Largest encoded size of a report, in bytes.
 MOST_REPORT_BYTES = 1 << 20
@@ -32,7 +34,8 @@ _MOST_FRAMES = 20
 
 
 def plain(text: str, most: int = MOST_REASON) -> str:
-    """The text, cut to `most` characters. `?` replaces lone surrogates, which UTF-8 lacks."""
+    """The text, cut to `most` characters. `?` replaces each lone surrogate, because UTF-8 cannot
+    encode lone surrogates."""
     if len(text) > most:
         text = text[: most - 3] + "..."
     return text.encode("utf-8", "replace").decode()
@@ -48,12 +51,12 @@ def failure(error: BaseException, most: int = MOST_REASON) -> str:
 
 
 class Log:
-    """The operator's log of one sink. Up to _BURST failures are logged at once, then one failure
-    per second. Any thread may use the log."""
+    """The operator's log of one sink. Up to _BURST failures are logged without a pause, then one
+    failure per second. Any thread may use the log."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        #: Number of failures that could be logged without a pause at the time `_at`.
+        #: At the time `_at`, the number of failures that could be logged without a pause.
         self._room, self._at = float(_BURST), time.monotonic()
 
     def failure(self, error: BaseException) -> None:
@@ -72,15 +75,17 @@ class Log:
 
 
 def facts_of(block: Block) -> dict[str, object]:
-    """Shape, dtype and codec of a block, for the stream's entry in a manifest."""
+    """The shape, dtype and codec of a block, which become the entry of the block's stream in a
+    manifest."""
     dtype = str(block.values.dtype).removeprefix("torch.")
     facts: dict[str, object] = {"shape": list(block.values.shape), "dtype": dtype}
     return facts if block.encoded is None else facts | {"codec": block.encoded.codec.metadata()}
 
 
 def checked(report: object) -> Report:
-    """The report, with text that UTF-8 can encode. None becomes an empty Report. Raises TypeError
-    if `report` is not a Report, has a wrong field, or is too large."""
+    """The report, with all texts changed so that UTF-8 can encode them. If `report` is None, an
+    empty Report. Raises TypeError if `report` is not a Report, has a wrong field, or is too
+    large."""
     if report is None:
         return Report()
     if not isinstance(report, Report):
@@ -109,7 +114,7 @@ def checked(report: object) -> Report:
 
 
 def _cleaned(value: object) -> object:
-    """The same value, with text that UTF-8 can encode."""
+    """The same value, with all texts changed so that UTF-8 can encode them."""
     if isinstance(value, str):
         return plain(value, len(value))
     if isinstance(value, dict):
@@ -121,8 +126,8 @@ def manifest_of(ending: Ending, streams: dict[str, dict[str, object]], report: R
     """The manifest of a request at one sink.
 
     Args:
-        streams: stream -> shape, dtype and codec of the blocks that the sink got. If the report has
-            the same stream, the report's entry is used.
+        streams: shape, dtype and codec of the blocks that the sink got, by stream. If the report
+            has the same stream, the report's entry is used.
     """
     if ending.status == "ok" and report.status is not None:
         ending = replace(ending, status=report.status, reason=report.reason)

@@ -1,14 +1,14 @@
-"""The rows of one request at one sink: requested, delivered and missing rows.
+"""Selects and counts the rows that one request sends to one sink.
 
-Owns:  Arrival (rows on their way to a sink), Ended (the scheduler's data of a request's end),
-       Delivery.
-Runs:  the worker's thread makes a Delivery. The sink's thread uses the Delivery. The drain thread
-       calls `arrival` and `lose`.
+Owns:  Arrival (rows on their way to a sink), Ended (the scheduler's data about the end of a
+       request), Delivery.
+Runs:  the worker's thread makes a Delivery. The sink's thread then uses the Delivery. The drain
+       thread calls `arrival` and `lose`.
 From:  router.   To: sink_thread.
 
 Promise: a sink that takes whole requests gets, for each stream, one row for every accepted position
-that was requested. If a row was computed several times, the sink gets the last row. The counts tell
-how many rows are missing.
+that was requested. If a row was computed several times, the sink gets the row that was computed
+last. The counts `expected` and `delivered` show how many rows are missing.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Arrival:
     """The rows and scores from one batch, for the tokens of one request that have the same layout.
 
     Attributes:
-        layout: the part of the tokens' layout whose values are in `data`.
+        layout: the part of the tokens' layout for which `data` has values.
         positions: int64 [n].
-        data: uint8 [n, bytes of a token], a copy.
-        widths: number of bytes of a raw row, by kind.
-        number: index of the arrival among the request's arrivals at this sink, from 1.
+        data: a copy of the tokens' bytes, uint8 [n, bytes of a token].
+        widths: number of bytes of a raw row, for each kind of site.
+        number: the number of this arrival among the request's arrivals at this sink, from 1 on.
     """
 
     layout: Layout
@@ -50,11 +50,11 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Ended:
-    """The scheduler's data of a request at its end.
+    """The scheduler's data about a request that has ended.
 
     Attributes:
-        output_ids: accepted tokens, with the token sampled last.
-        reason: vLLM's finish reason: stop, length, abort or error.
+        output_ids: the accepted tokens, including the token sampled last.
+        reason: the finish reason that vLLM reports (stop, length, abort or error).
     """
 
     output_ids: tuple[int, ...]
@@ -88,18 +88,20 @@ class Delivery:
         self._streams = list(streams_of(asked, to, sites, here))
         self._kept: list[Arrival] = []
         self._parts: dict[Layout, tuple[Layout, Ints | slice] | None] = {}
-        #: Stream -> list of (delivered positions, for each position the number of its arrival).
+        #: For each stream, a list of (delivered positions, the number of the arrival of each
+        #: position).
         self._arrived: dict[Stream, list[tuple[Ints, Ints]]] = {}
         self._num_arrivals = 0
         #: Dropped arrivals. If an arrival was dropped, earlier rows of the same positions are
         #: outdated, because they may belong to a rejected draft.
         self._dropped: list[Arrival] = []
-        #: (Number of dropped arrivals in the last result of `_last_dropped`, the last result).
+        #: (Number of dropped arrivals that the last result of `_last_dropped` includes, this
+        #: result).
         self._last: tuple[int, dict[Layout, Ints]] = (0, {})
 
     @property
     def empty(self) -> bool:
-        """True if this stage lacks all streams that the request sends to the sink."""
+        """True if this stage has none of the streams that the request sends to the sink."""
         return not self._streams
 
     def arrival(
@@ -125,8 +127,9 @@ class Delivery:
         return Arrival(own, positions.copy(), taken.view(np.uint8), widths, self._num_arrivals)
 
     def _part_of(self, layout: Layout, widths: Widths) -> tuple[Layout, Ints | slice] | None:
-        """(The part of a layout that goes to this destination, the slots of this part). Consecutive
-        slots are a slice. None if no values go to this destination."""
+        """Returns the part of a layout that goes to this destination, and the slots of this part.
+        If the slots are consecutive, they are returned as a slice. None if no values go to this
+        destination."""
         wanted: dict[Head | None, set[int]] = defaultdict(set)
         for stream in self._streams:
             wanted[stream.head].add(stream.point)
@@ -155,7 +158,7 @@ class Delivery:
         self._dropped.append(replace(arrival, data=np.empty((0, 0), np.uint8)))
 
     def _outdated(self, stream: Stream, positions: Ints, numbers: Ints) -> NDArray[np.bool_]:
-        """bool [n]: True for a row if a later row of the same position was dropped."""
+        """For each row, True if a later row of the same position was dropped. bool [n]."""
         found = np.zeros(len(positions), bool)
         if not self._dropped or not len(positions):
             return found
@@ -167,8 +170,9 @@ class Delivery:
         return found
 
     def _last_dropped(self) -> dict[Layout, Ints]:
-        """Layout -> int64 [positions]: the number of the last dropped arrival with this position. 0
-        if no dropped arrival has the position."""
+        """For each layout, an array int64 [positions]. The value at a position is the number of the
+        last dropped arrival that has this position. The value is 0 if no dropped arrival has the
+        position."""
         dropped = list(self._dropped)
         if self._last[0] != len(dropped):
             by_layout: dict[Layout, list[Arrival]] = {}
@@ -188,13 +192,14 @@ class Delivery:
         self.held_bytes += arrival.data.nbytes
 
     def forget(self) -> int:
-        """Free the rows that were kept. Returns the number of freed bytes."""
+        """Free the rows that were kept for the end of the request. Returns the number of freed
+        bytes."""
         freed, self.held_bytes = self.held_bytes, 0
         self._kept.clear()
         return freed
 
     def live_blocks(self, arrival: Arrival) -> Iterator[Block]:
-        """The arrival's blocks, one per stream."""
+        """The blocks with the rows of an arrival, one block per stream."""
         for stream in self._streams:
             rows = stream.values(arrival.layout, arrival.data, arrival.widths)
             if rows is not None:
@@ -203,7 +208,8 @@ class Delivery:
                 self._arrived.setdefault(stream, []).append((arrival.positions, numbers))
 
     def whole_blocks(self, ended: Ended) -> Iterator[Block]:
-        """The blocks of the whole request, one per stream, with exactly the requested values."""
+        """The blocks of the whole request, one block per stream, with exactly the requested
+        values."""
         firsts = np.cumsum([0, *(len(some.positions) for some in self._kept)])
         by_layout: dict[Layout, list[int]] = {}
         for i, some in enumerate(self._kept):
@@ -235,11 +241,11 @@ class Delivery:
                     self._arrived.setdefault(stream, []).append((positions, last))
 
     def ending(self, ended: Ended) -> Ending:
-        """The request's end, with the counts of values delivered so far."""
+        """The Ending of the request, with the number of values that were delivered so far."""
         expected = delivered = 0
         for stream in self._streams:
             wanted = self._wanted(stream, ended)
-            pairs = list(self._arrived.get(stream, []))  # a copy: a thread may add
+            pairs = list(self._arrived.get(stream, []))  # a copy, because another thread may add
             arrived = np.concatenate([np.zeros(0, np.int64), *(x for x, _ in pairs)])
             numbers = np.concatenate([np.zeros(0, np.int64), *(x for _, x in pairs)])
             arrived = arrived[~self._outdated(stream, arrived, numbers)]
@@ -265,5 +271,5 @@ class Delivery:
 
 
 def _wanted_of(points: Sequence[int], wanted: Set[int], layout: Layout) -> list[int]:
-    """The indices in `points` of the rows that a wanted point refers to."""
+    """The indices of those points whose rows have the values of a wanted point."""
     return [i for i, row in enumerate(points) if not wanted.isdisjoint(layout.names_of(row))]

@@ -1,12 +1,12 @@
 """Gives the drain's rows to sinks, and reports when a request has ended.
 
-Owns:  Router, which has the sink threads of one worker.
-Runs:  `add_request`, `expect_end` and `counters` on the worker's thread. `write` and `finish` on
-       the drain thread. A separate thread looks for stalled sinks.
+Owns:  Router, which makes and owns the sink threads of one worker.
+Runs:  `add_request`, `expect_end` and `counters` on the worker's thread. `write` and `finish` run
+       on the drain thread. A separate thread looks for stalled sinks.
 From:  worker.deliverer.   To: sinks.memory, sinks.sink_thread.
 
 Promise: the router sends a request's end to the caller when every sink that the request named has
-finished the request or has stalled. The caller does not wait for global sinks.
+finished the request or has stalled. The caller does not wait for the sinks in `global_sinks`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ from vllm_scope.sinks.sink_thread import SinkThread
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Prefix of a global sink's destination. Requests cannot name a destination with this prefix.
+#: The destination of a sink in `global_sinks` is this prefix and the sink's name. Requests cannot
+#: name a destination with this prefix.
 GLOBAL = "global:"
-#: Seconds between two searches for stalled sinks. Number of searches per report of counters.
+#: Seconds between two searches for stalled sinks, and number of searches for each report of the
+#: counters.
 LOOK_S = 0.1
 LOOKS_PER_REPORT = 10
 _UNKNOWN_END = Ended((), "error")
@@ -48,8 +50,8 @@ class _Routed:
     """A request with at least one sink other than memory.
 
     Attributes:
-        deliveries: destination -> (the sink thread, the request's Delivery).
-        waiting: after the request's end, the destinations whose manifest is missing.
+        deliveries: the sink thread and the request's Delivery for each destination, by destination.
+        waiting: after the request has ended, the destinations whose manifest has not arrived yet.
         ended: None until the request has ended.
     """
 
@@ -64,8 +66,8 @@ class Router:
     """All sinks of a worker, as one BatchSink.
 
     Args:
-        memory: sends rows back to callers.
-        sinks, global_sinks: name -> configuration, from the engine's options.
+        memory: the sink that sends rows back to callers.
+        sinks, global_sinks: the configuration of each sink, by name, from the engine's options.
         here: the boundaries of this worker's pipeline stage.
 
     Raises:
@@ -114,15 +116,16 @@ class Router:
         """Register a request. The worker calls this before rows of the request arrive.
 
         Args:
-            info: without tag and name. The reads of each destination have the tag and the name.
-            asked: all actions of the request, with the reads of global sinks.
+            info: the data about the request, without tag and name. The reads that go to a
+                destination have the tag and the name for this destination.
+            asked: all actions of the request, including the reads that `global_sinks` add.
         """
         deliveries = {}
         for to in asked.destinations:
             if to not in self._threads:
-                continue  # the sink memory has no sink thread
+                continue  # the sink `memory` has no sink thread
             called = next((read.called for read in asked.reads if read.to == to), (None, None))
-            # Rows at a global sink belong to the operator.
+            # Rows that go to a sink in `global_sinks` belong to the operator.
             owner = "" if to.startswith(GLOBAL) else info.owner
             own = replace(info, tag=called[0], name=called[1], owner=owner)
             delivery = Delivery(own, asked, to, self._sites, self._here)
@@ -137,7 +140,8 @@ class Router:
                 self._keys = np.array(sorted(self._routed), np.int64)
 
     def expect_end(self, key: int, ended: Ended) -> None:
-        """Store the scheduler's data of a request's end. Must be called before `finish`."""
+        """Store the scheduler's data about the end of a request. The worker calls this method
+        before `finish`."""
         with self._lock:
             if key in self._routed:
                 self._expected[key] = ended
@@ -203,7 +207,7 @@ class Router:
         ):  # fmt: skip
             try:
                 call()
-            except Exception:  # go on with the ends of the other requests
+            except Exception:  # continue with the ends of the other requests
                 logger.exception("vllm-scope: the end of a request could not be sent")
 
     def close(self) -> None:
@@ -216,7 +220,7 @@ class Router:
 
     def _close_threads(self) -> None:
         threads = [thread for some in self._threads.values() for thread in some]
-        for thread in threads:  # stop all threads first: the waits for hanging sinks then overlap
+        for thread in threads:  # stop all threads first, so that waits for hanging sinks overlap
             thread.stop()
         for thread in threads:
             thread.close()
@@ -224,7 +228,8 @@ class Router:
     # Any thread
 
     def flush(self) -> dict[str, str | None]:
-        """Sink -> the reason if ended requests are not visible, else None."""
+        """For each sink, None if the rows of all ended requests are visible, else the reason why
+        not."""
         return {
             name: next((e for e in [thread.flush() for thread in threads] if e is not None), None)
             for name, threads in self._threads.items()
@@ -232,7 +237,8 @@ class Router:
 
     @property
     def takes(self) -> dict[str, list[str]]:
-        """Sink -> the kinds of actions that may name the sink, without global sinks."""
+        """The kinds of actions that may name each sink, by sink, without the sinks in
+        `global_sinks`."""
         return {
             name: threads[0].takes
             for name, threads in self._threads.items()
@@ -240,7 +246,7 @@ class Router:
         }
 
     def counters(self) -> dict[str, dict[str, float]]:
-        """Sink -> counter -> value."""
+        """The value of each counter, by sink and counter."""
         found = {"memory": self._memory.counters()}
         for name, threads in self._threads.items():
             total = Counters()
@@ -278,7 +284,7 @@ class Router:
                 if looks % LOOKS_PER_REPORT == 0:
                     self._report()
             except Exception:
-                # The thread must go on, because it ends the requests of hanging sinks.
+                # This thread must continue, because it ends the requests of hanging sinks.
                 logger.exception("vllm-scope: a check of the sinks failed")
         self._report()
 

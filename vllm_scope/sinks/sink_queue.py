@@ -1,6 +1,6 @@
-"""The items that wait for one sink, in order: rows, ends of requests, flushes.
+"""The queue of the items that wait for one sink. An item is rows, the end of a request, or a flush.
 
-Owns:  SinkQueue (in memory, then in a spill file), and its items.
+Owns:  SinkQueue (has its items in memory, then in a spill file), and the classes of its items.
 Runs:  on the drain thread and on the sink's thread.
 From:  sink_thread (adds and removes items).   To: spill.
 """
@@ -72,7 +72,7 @@ class SinkQueue:
     """The items of one sink thread. Callers must hold `changed`, except in `close`.
 
     Attributes:
-        changed: notified when an item is added or memory becomes free.
+        changed: a condition that is notified when an item is added or memory becomes free.
         spilled_bytes: total number of bytes that have waited on disk.
 
     Raises:
@@ -83,8 +83,9 @@ class SinkQueue:
         self.changed = threading.Condition()
         self.spilled_bytes = 0
         self._name, self._log = name, log
-        # Keys have shares only under the policy `drop`. Under other policies, the engine would wait
-        # for room in a key's share, and the requests of all keys would wait too.
+        # Each API key has a limited share of the memory only under the policy `drop`. Under the
+        # other policies, the engine would wait for room in the share of one key, and the requests
+        # of all keys would wait too.
         self._has_shares = options.on_overload == "drop"
         self._items: deque[QueueItem] = deque()
         self._memory = KeyedBytes(options.share(options.queue_mib))
@@ -95,7 +96,7 @@ class SinkQueue:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows in memory."""
+        """Number of bytes of the rows that wait in memory."""
         return self._memory.num_bytes
 
     @property
@@ -107,9 +108,10 @@ class SinkQueue:
         self.changed.notify_all()
 
     def accept(self, rows: QueuedRows) -> bool:
-        """Append rows, in memory or on disk. Returns False if memory and disk are full."""
-        # New rows must not overtake spilled rows. Rows that are larger than the queue's memory are
-        # accepted when the memory is empty.
+        """Append rows, in memory or on disk. Returns False if there is no room in memory and on
+        disk."""
+        # New rows must stay behind rows that are in the spill file. Rows that are larger than the
+        # queue's memory are accepted when the memory is empty.
         first = self._spill is None or not len(self._spill)
         owner = rows.owner if self._has_shares else ""
         if first and (not self.num_bytes or self._memory.fits(owner, rows.num_bytes)):
@@ -125,8 +127,8 @@ class SinkQueue:
         return True
 
     def pop(self) -> QueueItem:
-        """Remove and return the oldest item. The bytes of returned rows are in memory. If the disk
-        fails, `pop` sets the error of the rows' Delivery."""
+        """Remove and return the oldest item. If the item is rows, the bytes of the rows are in
+        memory. If the rows cannot be read from the disk, `pop` sets the error of their Delivery."""
         item = self._items.popleft()
         if not isinstance(item, QueuedRows):
             return item

@@ -5,7 +5,7 @@ Runs:  `put` and `end` on the drain thread. The sink runs on a separate thread.
 From:  router.   To: a Sink, through sink_queue.
 
 Promise: the drain thread waits only if the policy is `block` or `spill`, and never for a stalled
-sink. The options queue_mib and held_mib bound the memory. The counts of a request tell how many
+sink. The options queue_mib and held_mib limit the memory. The counts of a request show how many
 rows were not delivered. Every request's end is reported one time, also if the sink hangs.
 """
 
@@ -36,7 +36,8 @@ WAIT_S = 0.05
 #: published rows and no other request is running. Both requests are then published together.
 ALONE_S = 0.1
 
-#: The sink thread calls this function when a request has ended at the sink.
+#: A SinkThread calls this function when a request has ended at the sink. Any thread may make this
+#: call.
 OnEnd = Callable[[Delivery, Manifest], None]
 _Streams = dict[str, dict[str, object]]
 
@@ -45,11 +46,11 @@ class SinkThread:
     """Calls a sink with the blocks of requests.
 
     Args:
-        quota: the sink's quota, which all threads of the sink share. None: a new quota.
+        quota: the sink's quota, which all threads of the sink share. If None, a new quota.
 
 
     Raises:
-        ConfigError: the spill file cannot be made. The sink is closed before the error is raised.
+        ConfigError: the spill file cannot be made. In this case, the sink is closed first.
     """
 
     def __init__(
@@ -69,29 +70,28 @@ class SinkThread:
             raise
         self._changed = self._queue.changed
         self._closing = False
-        #: The end time of the first request that is not flushed yet. None if all are flushed.
+        #: When the first request ended that is not flushed yet. None if all requests are flushed.
         self._dirty_since: float | None = None
         self._num_running = 0
         self._worked_at = 0.0
-        #: Deliveries that have ended, but whose rows may still be lost.
+        #: The Deliveries of ended requests whose rows may still be lost.
         self._unpublished: dict[Delivery, Ending] = {}
-        #: The reason of the last request that was lost since the previous flush, else None.
+        #: The reason why the last request was lost. None if no request was lost since the previous
+        #: flush.
         self._lost_since_asked: str | None = None
         self._thread = threading.Thread(target=self._run, name=f"vllm-scope-{name}", daemon=True)
         self._thread.start()
 
     @property
     def stalled(self) -> bool:
-        """True while a call of the sink takes longer than `patience_s`."""
         return self._sink.stalled
 
     def add_request(self) -> None:
-        """Add 1 to the number of running requests."""
         with self._changed:
             self._num_running += 1
 
     def put(self, delivery: Delivery, arrival: Arrival) -> None:
-        """Queue rows. If there is no room, follow the policy `on_overload`."""
+        """Add rows to the queue. If the queue has no room, follow the policy `on_overload`."""
         rows = QueuedRows(delivery, arrival)
         with self._changed:
             if delivery.error is not None:
@@ -118,7 +118,7 @@ class SinkThread:
                 self.counters.wait_ms += 1e3 * (time.monotonic() - started)
 
     def end(self, delivery: Delivery, ended: Ended) -> None:
-        """Queue a request's end. Does not wait."""
+        """Add a request's end to the queue. Does not wait."""
         with self._changed:
             # While the sink is stalled, a request without rows at the sink must not take memory.
             stalled = self.stalled and not delivery.entered
@@ -137,7 +137,8 @@ class SinkThread:
 
     def _is_refused(self, delivery: Delivery) -> bool:
         """True if the request has no rows at the sink and its key has reached the quota. In this
-        case the sink does not get the end, because a sink may make a file for an end."""
+        case, the sink does not get the end of the request, because a sink may make a file when a
+        request ends."""
         if delivery.entered or delivery.error is not None:
             return False
         if not delivery.refused:
@@ -151,8 +152,8 @@ class SinkThread:
         self._count_error()
 
     def flush(self) -> str | None:
-        """Wait until all ended requests are visible. Returns the reason if a request was lost since
-        the last call, else None."""
+        """Wait until the rows of all ended requests are visible. Returns the reason if a request
+        was lost since the last call, else None."""
         request = QueuedFlush()
         with self._changed:
             self._queue.append(request)
@@ -162,7 +163,7 @@ class SinkThread:
         return request.error
 
     def stop(self) -> None:
-        """End the thread after all queued items are delivered. Does not wait."""
+        """Let the thread end after all queued items are delivered. Does not wait."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -208,7 +209,8 @@ class SinkThread:
         self._queue.close()
 
     def _next(self) -> QueueItem | None:
-        """Wait for an item, and return the oldest item. Returns None if the thread must end."""
+        """Wait for an item, and return the oldest item of the queue. None if the thread must
+        end."""
         while True:
             with self._changed:
                 while (wait_s := self._flush_in()) is None or wait_s > 0:
@@ -242,7 +244,8 @@ class SinkThread:
             delivery.keep(rows.arrival)
 
     def _write_all(self, delivery: Delivery, blocks: Iterator[Block]) -> _Streams:
-        """Write blocks. Returns stream -> shape, dtype and codec of the stream's last block."""
+        """Write blocks. Returns the shape, dtype and codec of the last block of each stream, by
+        stream."""
         streams: _Streams = {}
         try:
             for block in blocks:
@@ -254,14 +257,14 @@ class SinkThread:
                 self.counters.rows += len(block.positions)
                 self.counters.bytes += block.values.nbytes
                 streams[block.probe or f"{block.site}.{block.layer}"] = facts_of(block)
-        except Exception as error:  # for example no memory. The thread must go on.
+        except Exception as error:  # even without free memory, the thread must continue
             delivery.error = delivery.error or self._sink.failure(error, counts=True)
         return streams
 
     def _end(self, delivery: Delivery, ended: Ended) -> None:
         try:
             self._finish(delivery, ended)
-        except Exception as error:  # for example no memory. The caller waits for an answer.
+        except Exception as error:  # even without free memory, the caller must get an answer
             reason = self._sink.failure(error, counts=True)
             self._tell(delivery, Manifest("error", reason, 0, 0, 0))
         with self._changed:
@@ -294,7 +297,7 @@ class SinkThread:
         report.published.add_done_callback(published)
 
     def _lost(self, delivery: Delivery, reason: str) -> None:
-        """Report that the rows of a finished request will not be published."""
+        """Report that the rows of a request, which has ended, will not be published."""
         ending = self._unpublished.pop(delivery, None)
         if ending is not None:
             self._count_error()

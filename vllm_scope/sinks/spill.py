@@ -3,7 +3,7 @@
 Owns:  SpillFile.
 Runs:  `put` on the drain thread, `take` on the sink's thread. Both threads hold the queue's lock.
 
-The file has no name. Therefore the system removes the file when the worker ends or is killed.
+The spill file has no name. Therefore the system removes the file when the worker ends or is killed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Bytes = NDArray[np.uint8]
 
 
 class SpillFile:
-    """A ring of spans in a file: first in, first out.
+    """A ring of spans in a file. The span that was put first is taken first.
 
     Args:
-        folder: the folder of the file. None: the system's folder for temporary files.
+        folder: the folder of the file. If None, the system's folder for temporary files.
         most_bytes: largest size of the file, in bytes.
 
     Attributes:
@@ -86,7 +86,8 @@ class SpillFile:
         return data
 
     def _room(self, num_bytes: int) -> int | None:
-        """The offset of the next span, of `num_bytes`. None if there is no room for the span."""
+        """The offset in the file of the next span, which has `num_bytes` bytes. None if there is no
+        room for the span."""
         if not self._spans:
             return 0 if num_bytes <= self._most_bytes else None
         first, last = self._spans[0][0], self._spans[-1][1]

@@ -1,4 +1,4 @@
-"""The streams that a sink gets from one request, and their bytes in a token's layout.
+"""The streams that a sink gets from one request, and the bytes of each stream in a token's layout.
 
 Owns:  Stream, `streams_of`.
 Runs:  in the worker, on the drain thread and on the sink threads.
@@ -30,14 +30,14 @@ from vllm_scope.sinks import Block, RequestInfo
 
 @dataclass(frozen=True)
 class Stream:
-    """The values that a sink gets from one point: raw rows, encoded rows, the scores of one probe,
-    or the features of one `Features`.
+    """The values that a sink gets from one point. The values are raw rows, encoded rows, the scores
+    of one probe, or the features of one `Features`.
 
     Attributes:
         name: the site and layer of the stream's blocks.
         dtype: the dtype of raw rows.
-        head: computes the values from rows. None for raw rows.
-        probe: the probe or the `Features` of the values. None for rows.
+        head: the head that computes the values from rows. None for raw rows.
+        probe: the probe or the `Features` action that delivers the values. None for rows.
     """
 
     name: Place
@@ -48,8 +48,8 @@ class Stream:
     probe: ResolvedProbe | ResolvedFeatures | None = None
 
     def bytes_in(self, layout: Layout, widths: Widths) -> slice | None:
-        """In the data of one token of this layout, the bytes of the stream's values. None if the
-        layout has no values of the stream."""
+        """The range of bytes with the stream's values, in the data of one token that has this
+        layout. None if the layout has no values of the stream."""
         if self.head is None:
             row = layout.row_of(self.point)
             if row not in layout.points:
@@ -66,8 +66,9 @@ class Stream:
         return slice(first + 4 * cell.first, first + 4 * (cell.first + self.probe.num_values))
 
     def values(self, layout: Layout, data: NDArray[np.uint8], widths: Widths) -> Tensor | None:
-        """A view: rows [n, numbers of a row], encoded rows uint8 [n, bytes], scores [n], or words
-        of features [n, num_values]. None if the layout has no values of the stream.
+        """A view of the values. The values are rows [n, numbers of a row], encoded rows uint8 [n,
+        bytes], scores [n], or words of features [n, num_values]. None if the layout has no values
+        of the stream.
 
         Args:
             layout: the layout of `data`, which is uint8 [n, bytes of a token].
@@ -116,7 +117,7 @@ def streams_of(asked: Resolved, to: str, sites: Sites, here: Sequence[int]) -> I
         name = place if when == "after" else Place(f"{place.site}.before", place.layer)
         yield Stream(name, tuple(some), place.point(when), dtype, encoding)
     for probe in going.banked:
-        (cell,) = probe.cells  # a Probe with a sink has exactly one cell
+        (cell,) = probe.cells  # a probe that goes to a sink has exactly one cell
         if cell.place.boundary in here:
             point = cell.place.point()
             yield Stream(cell.place, (probe.tokens,), point, dtype, cell.bank, probe)

@@ -1,11 +1,11 @@
-"""The value of a cell: a number computed from the next token's log-probabilities.
+"""Computes the value of a sweep's cell from the log-probabilities of the next token.
 
 Owns:  Metric, and the metrics LogitDifference, Logprob and KL.
 From:  the log-probabilities that vLLM returns for the last token of a prompt.   To: plan.
 
-Promise: a metric needs no logits. A token's logit and its log-probability differ by the same number
-for all tokens of the vocabulary, so the difference of two logits equals the difference of their
-log-probabilities.
+Promise: a metric needs no logits. A token's logit minus the token's log-probability is the same
+number for all tokens of the vocabulary. Therefore the difference of two tokens' logits equals the
+difference of these tokens' log-probabilities.
 """
 
 from __future__ import annotations
@@ -26,31 +26,36 @@ from vllm_scope.request.selectors import as_numbers
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: The most tokens that a metric can name: vLLM's MAX_LOGPROB_TOKEN_IDS.
+#: The most tokens that a metric can name, which is vLLM's MAX_LOGPROB_TOKEN_IDS.
 MOST_TOKENS = 128
-#: A warning names at most this many texts.
+#: The largest number of texts that a warning names.
 _MOST_TOLD = 3
-#: Log-probabilities of the next token, float64: of a metric's tokens in the order of these tokens,
-#: or of all tokens in the order of their ids.
+#: Log-probabilities of the next token in float64. The array has the tokens that a metric names, in
+#: the metric's order, or all tokens in the order of their ids.
 Logprobs = NDArray[np.float64]
-#: A text -> its token ids, without special tokens.
+#: A function that returns the token ids of a text, without special tokens.
 Encode = Callable[[str], list[int]]
 
 
 class Metric(ABC):
-    """A number computed from the next token's log-probabilities. To define a metric, implement
-    `token_ids` and `value`. A server accepts only LogitDifference, Logprob and KL."""
+    """A number that is computed from the log-probabilities of the next token.
 
-    #: The metric's name in the table and in the picture.
+    To define a new metric, implement `token_ids` and `value`. A server accepts only
+    LogitDifference, Logprob and KL.
+    """
+
+    #: The metric's name in a sweep's table and in the picture of the table.
     name: ClassVar[str] = "metric"
 
     @abstractmethod
     def token_ids(self, encode: Encode, num_prompts: int) -> list[tuple[int, ...]]:
-        """For each prompt, the tokens whose log-probabilities the metric uses: at most 128, all
-        different. An empty tuple means all tokens. The engine then needs max_logprobs=-1.
+        """Name the tokens whose log-probabilities the metric uses, for each prompt.
+
+        A tuple has at most 128 token ids, all different. An empty tuple means all tokens, for which
+        the engine must have max_logprobs=-1.
 
         Args:
-            encode: a text -> the list of its token ids, without special tokens.
+            encode: a function that returns the token ids of a text, without special tokens.
 
         Raises:
             SpecError: a text has no token, or the number of tokens is not the number of prompts.
@@ -58,11 +63,12 @@ class Metric(ABC):
 
     @abstractmethod
     def value(self, found: Logprobs, clean: Logprobs) -> float:
-        """The value of one cell.
+        """Compute the value of one cell.
 
         Args:
-            found: log-probabilities with the edit, float64 [number of the prompt's token_ids], in
-                the order of token_ids. If token_ids is empty, [vocabulary], indexed by token id.
+            found: the log-probabilities with the edit in float64, one for each token id that
+                `token_ids` returned for the prompt, in the same order. If `token_ids` returned an
+                empty tuple, `found` has all tokens of the vocabulary, in the order of the ids.
             clean: the same tokens' log-probabilities without the edit.
         """
 
@@ -72,9 +78,9 @@ class LogitDifference(Metric):
     """The logit of token `a` minus the logit of token `b`.
 
     Args:
-        a, b: a token's id, a text, or a list with an id or a text for each prompt. A text means its
-            first token: " Paris", with the space before the word. If a text has several tokens, a
-            warning in the log names the text.
+        a, b: a token's id, a text, or a list with an id or a text for each prompt. A text stands
+            for the first token of the text, such as " Paris", with the space before the word. If a
+            text has several tokens, a warning in the log names the text.
     """
 
     a: Any
@@ -103,7 +109,7 @@ class Logprob(Metric):
     """The log-probability of a token.
 
     Args:
-        token: as `a` of LogitDifference.
+        token: a token in the form of the argument `a` of LogitDifference.
     """
 
     token: Any
@@ -118,7 +124,7 @@ class Logprob(Metric):
 
 @dataclass(frozen=True)
 class KL(Metric):
-    """KL(clean || edited) of the next token, in nats, over the whole vocabulary.
+    """The divergence KL(clean || edited) of the next token over the whole vocabulary, in nats.
 
     vLLM must return the log-probabilities of all tokens. Start the engine with
     `LLM(..., max_logprobs=-1)`. The time for a cell is proportional to the vocabulary's size.
@@ -136,7 +142,7 @@ class KL(Metric):
 
 
 def token_ids_of(metric: Metric, encode: Encode, num_prompts: int) -> list[tuple[int, ...]]:
-    """The result of `metric.token_ids`, after a check.
+    """Call `metric.token_ids`, and check the result.
 
     Raises:
         SpecError: the metric does not return tuples of token ids, one for each prompt.
@@ -163,10 +169,10 @@ def token_ids_of(metric: Metric, encode: Encode, num_prompts: int) -> list[tuple
 
 
 def value_of(metric: Metric, found: Logprobs, clean: Logprobs, where: str) -> float:
-    """The result of `metric.value`, as a float.
+    """Call `metric.value`, and return the result as a float.
 
     Raises:
-        ScopeError: the metric fails, or returns no number.
+        ScopeError: `metric.value` raises an exception, or does not return a number.
     """
     try:
         return float(metric.value(found, clean))
@@ -178,7 +184,7 @@ def value_of(metric: Metric, found: Logprobs, clean: Logprobs, where: str) -> fl
 
 
 def encode_text(text: str, encode: Encode, where: str) -> list[int]:
-    """The token ids of a text. The message of a SpecError begins with `where`."""
+    """The token ids of a text. If a SpecError is raised, its message begins with `where`."""
     if not is_unicode(text):
         raise SpecError(
             f"{where} is {shown(text)}, which has half of a surrogate pair; give whole characters."
@@ -188,13 +194,13 @@ def encode_text(text: str, encode: Encode, where: str) -> list[int]:
 
 
 def _at(value: Any, i: int) -> object:
-    """The token id or text that a metric's argument has for prompt i."""
+    """The token id or text that `value`, an argument of a metric, has for prompt `i`."""
     several = isinstance(value, Sequence) and not isinstance(value, str)
     return value[i] if several else value
 
 
 def _tokens(value: Any, encode: Encode, num_prompts: int, where: str) -> list[int]:
-    """One token id for each prompt. A warning in the log names the texts with several tokens."""
+    """Return one token id for each prompt. A warning in the log names texts with several tokens."""
     value = as_numbers(value)
     several = isinstance(value, Sequence) and not isinstance(value, str)
     each = list(value) if several else [value]
@@ -216,7 +222,7 @@ def _tokens(value: Any, encode: Encode, num_prompts: int, where: str) -> list[in
 
 @lru_cache(maxsize=256)
 def _warn(where: str, texts: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
-    """Log that these texts have several tokens. The same texts are logged only one time."""
+    """Log a warning that these texts have several tokens, but only one time for the same texts."""
     some = [f"{shown(text)} ({', '.join(map(str, ids))})" for text, ids in texts[:_MOST_TOLD]]
     if len(texts) > _MOST_TOLD:
         some.append(f"{len(texts) - _MOST_TOLD} more")
@@ -228,7 +234,7 @@ def _warn(where: str, texts: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
 
 
 def _token_ids(value: object, encode: Encode, where: str) -> tuple[int, ...]:
-    """The token ids of a text, or the tuple of one id."""
+    """The token ids of a text. For a token id, the result is a tuple that has only this id."""
     if isinstance(value, str):
         ids = encode_text(value, encode, where)
         if not ids:

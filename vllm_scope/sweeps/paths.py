@@ -1,21 +1,22 @@
-"""Path patching: the effect of an edit along the direct paths from its place to chosen receivers.
+"""Path patching, where an edit acts only along the direct paths from its place to chosen receivers.
 
 Owns:  `parse_receivers`, and Paths, which makes the requests of a cell.
 From:  sweep (the receivers), plan (the edit, and the rows of the prompt's own run).   To: plan.
 
-In path patching, all attention and MLP outputs outside the direct paths have the values of the
-prompt's own run. This run has no edit. From the edited part of a layer to a receiver, the stream is
-then the prompt's own stream plus one change: the change that the edit makes right after the edited
-part. So no request has to set these outputs layer by layer. A cell has these requests:
+The prompt's own run is a run of the prompt without an edit. In path patching, all attention and MLP
+outputs outside the direct paths have the values of the prompt's own run. Therefore the stream from
+the edited part of a layer to a receiver is the prompt's own stream plus a constant change. The
+constant change is the change of the stream right after the edited part. Thus no request has to set
+attention and MLP outputs layer by layer. A cell consists of up to three kinds of requests.
 
-1. a request with the edit, which reads the stream after the edited part.
-2. a request that sets the stream before each receiver to the prompt's own stream plus the change.
-   This request also reads the receivers. If all receivers are on the stream, it is left out.
-3. a request that sets the receivers to the resulting rows. If receivers are heads of several
-   layers, there is one more request for each further layer. The answer to the last request is the
+1. The first request has the edit, and reads the stream after the edited part.
+2. The second request sets the stream before each receiver to the prompt's own stream plus the
+   change, and reads the receivers. Receivers on the stream do not need this request.
+3. The next request sets the receivers to the rows that were read. If receivers are heads of several
+   layers, each of the other layers needs one more request. The answer to the last request is the
    cell's answer.
 
-Source: Wang et al. 2022 (arXiv 2211.00593), section 3.1, in which MLP outputs can change;
+Sources: Wang et al. 2022 (arXiv 2211.00593), section 3.1, in which MLP outputs can change, and
 Goldowsky-Dill et al. 2023 (arXiv 2304.05969)
 """
 
@@ -44,22 +45,22 @@ from vllm_scope.sweeps.source import Floats, ReadRows, of_head
 
 LOGITS: Final = "logits"
 #: The most numbers in the rows of one request of a cell. A number takes 16/3 characters in base64.
-#: The limit allows six characters, so that positions and names of sites have room too.
+#: The limit is computed with 6 characters, so that positions and names of sites have room too.
 MAX_NUMBERS: Final = MAX_SPEC_BYTES // 6
-#: (site, layer, head) of each receiver. If the receiver is the whole row, the head is None.
+#: The site, the layer and the head of each receiver. The head is None if a receiver is a whole row.
 Receivers = tuple[tuple[str, int, int | None], ...]
-#: A function. The arguments are the rows that a cell's request has read, and the rows of the
-#: prompt's own run. The function returns the actions of the cell's next request, and the Step after
-#: that request. If that request is the cell's last request, the Step is None.
+#: A function that makes a cell's next request. The arguments are the rows that the last request has
+#: read, and the rows of the prompt's own run. The function returns the actions of the next request,
+#: and the Step after the next request. This Step is None if the next request is the cell's last.
 Step = Callable[[ReadRows, ReadRows], tuple[tuple[Action, ...], "Step | None"]]
 #: Sites where an edit at one position changes the layer's attention output at later positions.
 _SEEN_LATER: Final = ("attn_in", "k", "v")
-#: Sites whose row depends on earlier positions through their layer's attention.
+#: Sites whose row depends on earlier positions through the attention of the same layer.
 _SEES_EARLIER: Final = ("z", "attn_out")
 
 
 def parse_receivers(value: Any) -> Receivers | None:
-    """The receivers that `Sweep.receivers` names; None for the logits.
+    """The receivers that `Sweep.receivers` names, or None for the logits.
 
     Raises:
         SpecError: `value` is not "logits", and not a list of (site, layer) or (site, layer, head).
@@ -97,7 +98,7 @@ class Paths:
     """The direct paths of one sweep.
 
     Args:
-        receivers: as `parse_receivers` returns them.
+        receivers: the receivers that `parse_receivers` returned.
 
     Raises:
         SpecError: the engine does not tap a receiver, or the model does not have a receiver's head.
@@ -107,7 +108,7 @@ class Paths:
         self._sites = sites
         if receivers is None:
             receivers = (("resid_post", sites.num_layers - 1, None),)
-        #: Receiver -> its heads, or None for the whole row.
+        #: Maps each receiver's place to the receiving heads, or to None for the whole row.
         self._heads: dict[Place, list[int] | None] = {}
         for site, layer, head in receivers:
             (place,) = sites.find(site, (layer,), "Sweep.receivers", embedding=None)
@@ -129,14 +130,14 @@ class Paths:
         return place
 
     def senders(self, places: Sequence[Place], named: bool) -> tuple[Place, ...]:
-        """The places from which a direct path leads to a receiver.
+        """The subset of `places` from which a direct path leads to a receiver.
 
         Args:
-            named: True if the caller named the layers.
+            named: whether the caller named the layers.
 
         Raises:
-            SpecError: no direct path leads from a named layer, or from any place. Also if the
-                engine does not tap the stream after a place.
+            SpecError: no direct path leads from a named layer, or from any place, to a receiver, or
+                the engine does not tap the stream after a place.
         """
         found = tuple(place for place in places if self._reached(_exit(place)))
         for place in places:
@@ -153,7 +154,7 @@ class Paths:
         return [to for to, entry in self._entries.items() if exit_.boundary <= entry.boundary]
 
     def reads(self, senders: Iterable[Place], first: int, length: int) -> tuple[Read, ...]:
-        """The reads of the prompt's own run, from position `first` on."""
+        """The Reads of the prompt's own run, for position `first` and all later positions."""
         places = [*map(_exit, senders), *self._entries.values()]
         places += [place for place, heads in self._heads.items() if heads is not None]
         return _reads(places, list(range(first, length)))
@@ -161,13 +162,14 @@ class Paths:
     def check_size(
         self, sender: Place, at: list[int], length: int, num_edited: int, where: str
     ) -> None:
-        """Raises SpecError if one request of a cell has more than MAX_EDITS edits, or more than
-        MAX_NUMBERS numbers.
+        """Raise SpecError if a request of a cell would be too large.
+
+        A request can have MAX_EDITS edits, and rows with MAX_NUMBERS numbers.
 
         Args:
-            at, length: as for `begin`.
+            at, length: the arguments of `begin`.
             num_edited: number of rows in the edits of the cell.
-            where: the prompt's name.
+            where: the name of the prompt in error texts.
         """
         reached = self._reached(_exit(sender))
         if len(reached) > MAX_EDITS:
@@ -192,21 +194,22 @@ class Paths:
     def begin(
         self, sender: Place, edits: tuple[Action, ...], at: list[int], length: int
     ) -> tuple[tuple[Action, ...], Step]:
-        """The actions of a cell's first request, and the step after that request.
+        """The actions of a cell's first request, and the Step after the first request.
 
         Args:
-            at: the positions that are edited, ascending.
+            at: the edited positions, in ascending order.
             length: number of the prompt's tokens.
         """
         changed, exit_ = _changed(sender, at, length), _exit(sender)
         return (*edits, *_reads([exit_], changed)), partial(self._enter, exit_, changed, length)
 
     def _positions(self, reached: list[Place], changed: list[int], length: int) -> list[int]:
-        """The positions at which receivers are set.
+        """The positions at which a cell sets its receivers.
 
-        Rows at later positions can differ from the prompt's own rows in two cases: a receiver lies
-        after its layer's attention (`z`, `attn_out`), or the receivers do not all follow the same
-        place of the stream. Receivers are then set at all later positions too.
+        In two cases, rows at later positions can differ from the prompt's own rows. A receiver can
+        be after its layer's attention (`z`, `attn_out`), or the receivers can follow different
+        places of the stream. In these cases, the cell sets the receivers at all later positions
+        too.
         """
         alone = len({self._entries[place] for place in reached}) == 1
         if alone and not any(place.site in _SEES_EARLIER for place in reached):
@@ -235,7 +238,7 @@ class Paths:
         self, at: list[int], inner: list[Place], found: dict[Place, Floats], rows: ReadRows,
         plain: ReadRows,
     ) -> tuple[tuple[Action, ...], Step | None]:  # fmt: skip
-        """The step after the request that read the receivers inside the layers."""
+        """The Step after the request that has read the receivers inside the layers."""
         found = {**found, **{place: rows.at(place, at) for place in inner}}
         depths: dict[tuple[int, int], list[Place]] = {}
         for place in found:
@@ -246,15 +249,17 @@ class Paths:
         self, at: list[int], depths: list[list[Place]], found: dict[Place, Floats],
         done: dict[Place, Floats], rows: ReadRows, plain: ReadRows,
     ) -> tuple[tuple[Action, ...], Step | None]:  # fmt: skip
-        """The actions that set receivers, and the step after the request with these actions.
+        """The actions that set receivers, and the Step after the request with these actions.
 
-        If a receiver is a head, the row's other heads depend on the receivers at earlier depths. So
-        one request sets the earlier receivers and reads the row. The next request sets the row.
+        If a receiver is a head, the other heads of the same row depend on the receivers at earlier
+        depths. Therefore one request sets the earlier receivers and reads the row. The next request
+        sets the row.
 
         Args:
-            depths: the receivers that are not set yet, one list for each depth, the earliest first.
-            found: receiver -> its row.
-            done: receiver -> its row, for the receivers that are already set.
+            depths: the receivers that are not set yet. Each list has the receivers of one depth,
+                and the smallest depth is first.
+            found: maps each receiver to the row that it must get.
+            done: maps each receiver that is already set to the row that it got.
             rows: the rows of the first depth's receivers, from a request that set `done`.
         """
         done = dict(done)
@@ -268,7 +273,7 @@ class Paths:
         return _sets(done, at), None
 
     def _joined(self, place: Place, found: Floats, rows: ReadRows, at: list[int]) -> Floats:
-        """A receiver's row: heads that are receivers from `found`, the other heads from `rows`."""
+        """A row that has its receiving heads from `found`, and its other heads from `rows`."""
         heads = self._heads[place]
         if heads is None:
             return found
@@ -284,7 +289,7 @@ def _changed(sender: Place, at: list[int], length: int) -> list[int]:
 
 
 def _exit(sender: Place) -> Place:
-    """The place on the stream after the part of the layer (attention or MLP) that has the site."""
+    """The place on the stream after the layer's attention or MLP, whichever has the site."""
     if sender.site in MODEL_SITES:
         return Place("resid_pre", 0)
     if sender.site in STREAM_SITES:
@@ -293,7 +298,7 @@ def _exit(sender: Place) -> Place:
 
 
 def _entry(receiver: Place) -> Place:
-    """The place on the stream before the part of the layer (attention or MLP) that has the site."""
+    """The place on the stream before the layer's attention or MLP, whichever has the site."""
     if receiver.site in STREAM_SITES:
         return receiver
     return Place("resid_pre" if _of_attention(receiver) else "resid_mid", receiver.layer)
@@ -304,15 +309,15 @@ def _of_attention(place: Place) -> bool:
 
 
 def _depth(receiver: Place) -> int:
-    """The number of stages of a layer's attention before a receiver's row: 1 for `q`, `k` and `v`,
-    2 for `z` and `attn_out`, else 0."""
+    """The number of stages of a layer's attention before a receiver's row. The number is 1 for `q`,
+    `k` and `v`, 2 for `z` and `attn_out`, and 0 for other sites."""
     if receiver.site in _SEES_EARLIER:
         return 2
     return 1 if receiver.site in ATTENTION_SITES else 0
 
 
 def _reads(places: Iterable[Place], at: list[int]) -> tuple[Read, ...]:
-    """One read for each site."""
+    """Make one Read for each site of `places`."""
     layers: dict[str, list[int]] = {}
     for site, layer in dict.fromkeys(places):
         layers.setdefault(site, []).append(layer)

@@ -1,11 +1,12 @@
-"""The requests of a sweep, and the index of each answer in the sweep's table.
+"""Plans the requests of a sweep, and puts the answers into the sweep's table.
 
 Owns:  Job (one request), Cell, and Plan.
-From:  sweep, source.   To: engine.frontend.sweeping, which makes requests of the jobs; table.
+From:  sweep, source.   To: engine.frontend.sweeping (makes requests of the jobs), table.
 
-Order: the reads of a prompt, then the prompt's cells. The request without an edit comes first, and
-fills the prefix cache. All cells of the prompt use the cache's KV blocks before the edited
-position. While the cells of a prompt run, the reads of the next prompt run too.
+Order: the plan sends the reads of a prompt, and then the prompt's cells. The request without an
+edit is the first request of a prompt, and fills the prefix cache. All cells of the prompt use the
+KV blocks in the cache that are before the edited position. While the cells of a prompt run, the
+reads of the next prompt run too.
 """
 
 from __future__ import annotations
@@ -32,19 +33,20 @@ from vllm_scope.sweeps.table import SweepTable
 
 
 class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that a sweep uses."""
+    """The methods of a Hugging Face tokenizer that a sweep uses."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, token_ids: list[int], /) -> str: ...
 
 
 class Cell(NamedTuple):
-    """One value of a sweep, as it arrives.
+    """One value of a sweep, which the caller gets when the value arrives.
 
     Attributes:
         prompt: index of the prompt.
-        layer, position, head: the names in the table; None if the table has no such dimension.
-        value: the metric's value; NaN if the cell failed (`SweepTable.errors`).
+        layer, position, head: the cell's names in the table. A name is None if the table has no
+            such dimension.
+        value: the metric's value, or NaN if the cell failed (with a reason in `SweepTable.errors`).
     """
 
     prompt: int
@@ -60,13 +62,13 @@ class Job:
 
     Attributes:
         prompt: index of the prompt.
-        ids: token ids of the prompt, or of its source.
-        place: index of the cell in `table.values[prompt]`; None for a read.
-        actions: the request's edits and reads; may be empty.
-        of_source: True if `ids` are the token ids of the prompt's source.
-        error: why the edit is impossible, or None. A job with an error is not sent to the engine.
-            The job goes to `take` at once.
-        then: for path patching, the step that makes the cell's next request. None if this job is
+        ids: token ids of the prompt, or of the prompt's source.
+        place: index of the cell in `table.values[prompt]`, or None if the job reads a prompt.
+        actions: the request's edits and reads, of which there can be none.
+        of_source: whether `ids` are the token ids of the prompt's source.
+        error: why the edit is impossible, or None. A job with an error is not sent to the engine,
+            but is passed to `take` at once.
+        then: in path patching, the Step that makes the cell's next request, or None if this job is
             the cell's last request.
     """
 
@@ -80,7 +82,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The name of the prompt or source, for errors."""
+        """The name of the prompt or source in error texts."""
         return f"{'Sweep.source' if self.of_source else 'prompts'}[{self.prompt}]"
 
     @property
@@ -89,7 +91,7 @@ class Job:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows and vectors in the job's edits."""
+        """The number of bytes of the rows and vectors in the job's edits."""
         vectors = (getattr(one, one.fields[0]) for one in self.actions)
         return sum(len(one.data) for one in vectors if isinstance(one, Array))
 
@@ -97,7 +99,7 @@ class Job:
 def _checked(
     each: list[list[int]], where: str, check: Callable[[list[int], str], None] | None
 ) -> list[list[int]]:
-    """The prompts, unchanged. Calls `check` for each prompt."""
+    """Call `check` for each prompt, and return the prompts unchanged."""
     if check is not None:
         for i, ids in enumerate(each):
             check(ids, f"{where}[{i}]")
@@ -105,11 +107,13 @@ def _checked(
 
 
 class _Of:
-    """The rows and log-probabilities of one prompt, which are kept until the prompt's cells end.
+    """The rows and log-probabilities of one prompt, which the plan keeps until its cells end.
 
     Attributes:
-        source, plain: rows of the source, and rows of the prompt itself.
-        clean, of_source: log-probabilities without an edit, of the prompt and of the source.
+        source: rows of the prompt's source.
+        plain: rows of the prompt itself.
+        clean: log-probabilities of the prompt without an edit.
+        of_source: log-probabilities of the source without an edit.
     """
 
     source: ReadRows | None = None
@@ -119,14 +123,14 @@ class _Of:
 
 
 class Plan:
-    """The requests of one sweep, and its table.
+    """The requests of one sweep, and the sweep's table.
 
     Args:
         tokenizer: encodes prompts and tokens that are texts, and decodes the table's tokens.
-        most_cells: the most cells that are allowed; None: no limit. The plan checks the number
-            before it allocates the table.
-        check: the plan calls this with the tokens and the name of each prompt and source. `check`
-            raises SpecError for tokens that the engine refuses.
+        most_cells: the largest number of cells that is allowed, or None if any number is allowed.
+            The plan checks the number before it allocates the table.
+        check: a function that raises SpecError for tokens that the engine refuses. The plan calls
+            this function with the tokens and the name of each prompt and source.
 
     Raises:
         SpecError: the sweep is not possible on this engine or with these prompts.
@@ -171,12 +175,12 @@ class Plan:
         )  # fmt: skip
         #: For each prompt, the number of cells that have not arrived yet.
         self._left = [len(self._cells_of(i)) for i in range(len(self.ids))]
-        #: The next requests of cells that have begun.
+        #: The next requests of cells that consist of several requests.
         self._next: list[Job] = []
         self.num_cells = sum(self._left)
 
     def _check_size(self, lengths: list[int], most: int) -> None:
-        """Raises SpecError if the number of prompts times layers, positions and heads is above
+        """Raise SpecError if the number of prompts times layers, positions and heads is above
         `most`. A cell that edits several positions counts one time for each position."""
         named = self.sweep.chosen_positions
         num_positions = max(lengths) if named is None else len(named)
@@ -190,11 +194,11 @@ class Plan:
             )
 
     def _check_cells(self) -> None:
-        """Raises SpecError if a cell's request would exceed the limits of a request."""
+        """Raise SpecError if a cell's request would exceed the limits of a request."""
         for i, ids in enumerate(self.ids):
             every = sorted(p for p in self.at[i] if p is not None)
-            # If a cell edits one position, the cell of the earliest position has the most positions
-            # after its edit, and so the most rows.
+            # If each cell edits one position, the cell of the earliest position has the most
+            # positions after the edit, and therefore the most rows.
             at = every if self.sweep.together else every[:1]
             self._check_positions(i, every, at)
             num_edits = self._num_edits(i, len(at))
@@ -213,10 +217,10 @@ class Plan:
                 self._paths.check_size(sender, at, len(ids), num_rows, f"prompts[{i}]")
 
     def _check_positions(self, i: int, every: list[int], at: list[int]) -> None:
-        """Raises SpecError if a request of a prompt would name too many positions.
+        """Raise SpecError if a request of a prompt would name too many positions.
 
         Args:
-            every: the positions of all cells of the prompt, ascending.
+            every: the positions of all cells of the prompt, in ascending order.
             at: the positions of one cell.
         """
         length = len(self.ids[i])
@@ -224,7 +228,7 @@ class Plan:
         num_read = len(every) if reads and len(every) < length else 0
         num_named = max(len(at), num_read)
         if self._paths is not None:
-            num_named = length - every[0]  # the read of the prompt's own run
+            num_named = length - every[0]  # the Reads of the prompt's own run name these positions
         if num_named > MAX_ITEMS:
             raise SpecError(
                 f"a request of the sweep names {num_named:,} positions of prompts[{i}]; at most "
@@ -234,12 +238,12 @@ class Plan:
 
     @property
     def _keeps_heads(self) -> bool:
-        """True if a cell replaces a head of the prompt's own row. The plan then reads this row."""
+        """Whether a cell replaces a head of the prompt's own row. The plan then reads this row."""
         return self.heads is not None and self.sweep.mode == "patch"
 
     def _num_edits(self, i: int, num_positions: int) -> int:
-        """The most edits in a cell of prompt i: one edit for each different row. Rows that have not
-        been read yet count as different."""
+        """The largest number of edits in a cell of prompt `i`. A cell has one edit for each
+        different row. Rows that have not been read yet count as different."""
         if num_positions == 1 or self.sweep.mode == "patch" or self.sweep.module is not None:
             return 1
         if self._given is None:
@@ -259,9 +263,9 @@ class Plan:
         )  # fmt: skip
 
     def _check_numbers(self, i: int, num_rows: int) -> None:
-        """Raises SpecError if the rows in a cell's edits are too large for a request."""
+        """Raise SpecError if the rows in a cell's edits are too large for a request."""
         numbers, most = num_rows * self.sites.row_size(self.sweep.site), MAX_SPEC_BYTES * 3 // 16
-        if numbers >= most:  # in base64 the rows alone would fill the request
+        if numbers >= most:  # as base64, the rows alone would take all bytes of the request
             raise SpecError(
                 f"a cell of the sweep has {numbers:,} numbers in its edits of prompts[{i}]; fewer "
                 f"than {most:,} are allowed, so name fewer positions, or leave out `together`."
@@ -303,7 +307,7 @@ class Plan:
     def _cell_job(self, i: int, place: tuple[int, ...]) -> Job:
         try:
             job = Job(i, self.ids[i], place, self._edits(i, place))
-        except SpecError as error:  # a row of the source can be zero, or not finite
+        except SpecError as error:  # a row of the source can be zero, or have a NaN or infinity
             return Job(i, self.ids[i], place, (), error=str(error))
         if self._paths is None:
             return job
@@ -328,7 +332,7 @@ class Plan:
         return found.clean is not None and (self.sources is None or found.source is not None)
 
     def _cells_of(self, i: int) -> list[tuple[int, ...]]:
-        """The index of each cell of a prompt in `table.values[i]`, position by position."""
+        """The index in `table.values[i]` of each cell of prompt `i`, position by position."""
         columns = [c for c, p in enumerate(self.at[i]) if p is not None]
         heads = [()] if self.heads is None else [(h,) for h in range(len(self.heads))]
         layers = range(len(self.places))
@@ -371,14 +375,14 @@ class Plan:
     def _along(
         self, groups: Sequence[tuple[Floats | Module, list[int]]], where: dict[str, Any]
     ) -> tuple[Action, ...]:
-        """One edit for each vector. The edit has the vector's positions."""
+        """Make one edit for each vector, at the positions that belong to the vector."""
         scale = self.sweep.scale
         if self.sweep.mode == "add":
             return tuple(Add(vector, scale=scale, tokens=p, **where) for vector, p in groups)
         return tuple(Ablate(vector, tokens=p, **where) for vector, p in groups)
 
     def _rows(self, i: int, layer: int, columns: list[int], at: list[int]) -> Floats:
-        """The source's rows for a cell: [number of the cell's positions, width]."""
+        """The source's rows for the positions of a cell, [number of positions, width]."""
         if self._given is None:
             source = self._of[i].source
             assert source is not None
@@ -391,15 +395,15 @@ class Plan:
     def take(
         self, job: Job, found: Logprobs | None, rows: ReadRows | None, error: str | None
     ) -> Cell | None:
-        """Process the answer to a job. Returns the cell if the answer completes a cell, else None.
+        """Process the answer to a job. Returns the cell that the answer completes, or None.
 
         Args:
-            found: log-probabilities of the next token; None if the request failed.
-            rows: the rows that the job read; None if the job has no reads.
-            error: why the request failed.
+            found: log-probabilities of the next token, or None if the request failed.
+            rows: the rows that the job read, or None if the job has no reads.
+            error: why the request failed, or None.
 
         Raises:
-            ScopeError: a read failed, and cells need its rows or log-probabilities.
+            ScopeError: a job that reads a prompt failed, and cells need the answer to this job.
         """
         i, metric = job.prompt, self.sweep.metric
         known = self._of[i]
@@ -432,14 +436,14 @@ class Plan:
         return None
 
     def _after(self, job: Job, then: Step, rows: ReadRows | None) -> Job:
-        """A cell's next request."""
+        """Make the request of a cell that follows `job`."""
         plain = self._of[job.prompt].plain
         assert rows is not None
         assert plain is not None
         try:
             rows.check("a cell")
             actions, after = then(rows, plain)
-        except ScopeError as error:  # rows are missing, or not finite
+        except ScopeError as error:  # rows are missing, or have numbers that are not finite
             return replace(job, actions=(), then=None, error=str(error))
         return replace(job, actions=actions, then=after)
 

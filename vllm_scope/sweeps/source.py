@@ -1,7 +1,7 @@
 """The rows from which the edits of a sweep take their vectors.
 
 Owns:  `given_rows`, ReadRows, and `of_head`.
-From:  sweep (given rows), results (rows that were read).   To: plan.
+From:  sweep (rows of the caller), results (rows of a source prompt).   To: plan.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Floats = NDArray[np.float32]
 
 
 def given_rows(value: Any, shape: tuple[int, int, int], row_shape: tuple[int, ...]) -> Floats:
-    """The caller's rows as [num_prompts, num_layers, num_positions, width]. If a
-    dimension has length 1, its one entry is used for all prompts, layers or positions.
+    """The caller's rows as an array of the shape [num_prompts, num_layers, num_positions, width].
+
+    If a dimension has length 1, its one entry is used for all prompts, layers or positions.
 
     Args:
         shape: (num_prompts, num_layers, num_positions) of the sweep.
-        row_shape: [width], or [num_heads, size of a head].
+        row_shape: the shape of one row, which is [width] or [num_heads, size of a head].
 
     Raises:
-        SpecError: `value` has something other than numbers, a number that is not finite, or a
-            wrong shape.
+        SpecError: `value` has the wrong shape, or an item that is not a finite number.
     """
     if hasattr(value, "detach"):
         value = value.detach().to("cpu").float().numpy()
@@ -41,7 +41,8 @@ def given_rows(value: Any, shape: tuple[int, int, int], row_shape: tuple[int, ..
     width = int(np.prod(row_shape))
     if len(row_shape) == 2 and rows.shape[-2:] == row_shape:
         rows = rows.reshape(*rows.shape[:-2], width)
-    # [width], [layers, width], [layers, positions, width], [prompts, layers, positions, width]
+    # The caller's shape is [width], [layers, width], [layers, positions, width], or
+    # [prompts, layers, positions, width].
     if rows.ndim == 2:
         rows = rows[:, None]
     if 1 <= rows.ndim <= 4:
@@ -60,11 +61,11 @@ def given_rows(value: Any, shape: tuple[int, int, int], row_shape: tuple[int, ..
 
 
 class ReadRows:
-    """Rows of a prompt, in the dtype that the read had. `at` converts a cell's rows to float32.
+    """Rows of a prompt, in the dtype of the Read. `at` converts the rows of a cell to float32.
 
     Args:
-        result: ScopeResult of the request that read the rows.
-        share: the rows' share of the budget, or None. This object holds it until it is deleted.
+        result: the ScopeResult of the request that read the rows.
+        share: the rows' share of the budget, or None. The share ends when this object is deleted.
     """
 
     def __init__(self, result: Any, share: object = None) -> None:
@@ -72,21 +73,27 @@ class ReadRows:
         self._known: dict[Place, tuple[NDArray[np.int64], NDArray[Any]]] = {}
 
     def check(self, where: str) -> None:
-        """Raises ScopeError if a row did not arrive."""
+        """Raise ScopeError if a row did not arrive."""
         if self._result.dropped:
             raise ScopeError(f"rows of {where} are missing: {self._result.error}")
 
     def at(self, place: Place, positions: list[int]) -> Floats:
-        """Rows of a place, float32 [num_positions, width]. The result must have these rows."""
+        """The rows of a place at `positions`, as float32 [num_positions, width].
+
+        The result must have these rows.
+        """
         known, rows = self._of(place)
         found = rows[np.searchsorted(known, positions)]
         return of_bfloat16(found) if found.dtype == np.uint16 else found.astype(np.float32)
 
     def _of(self, place: Place) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        """The positions of a place's rows, and a view of the rows, [num_rows, width]. bfloat16 rows
-        are uint16 bits. The arrays are numpy's, because numpy selects rows on the calling thread.
-        Torch would wake a thread on each core. With 16 cores, this took ten times a cell's time."""
-        import torch  # imported here, because an HTTP client uses Sweep without torch
+        """The positions of a place's rows, and a view of the rows, [num_rows, width].
+
+        bfloat16 rows are bits in an array of uint16. The arrays are numpy's, because numpy selects
+        rows on the calling thread. torch would wake a thread on each core. On 16 cores, the
+        selection by torch took ten times as long as a cell.
+        """
+        import torch  # the import is here, because an HTTP client uses Sweep without torch
 
         if place not in self._known:
             rows = self._result[place].flatten(1)
@@ -96,10 +103,11 @@ class ReadRows:
 
 
 def of_head(rows: Floats, head: int, sites: Sites, site: str, other: Floats | None) -> Floats:
-    """Rows [..., width] with one head's numbers of `rows` and the other heads' numbers of `other`.
+    """Rows that have the numbers of one head from `rows`, and of the other heads from `other`.
 
     Args:
-        other: [..., width]; None: the other heads' numbers are 0.
+        rows: rows of the shape [..., width].
+        other: rows of the same shape, or None if the numbers of the other heads are 0.
     """
     _, size = sites.row_shape(site)
     found = np.zeros_like(rows) if other is None else other.copy()

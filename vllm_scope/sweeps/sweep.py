@@ -32,31 +32,35 @@ class Sweep:
     """One edit for each chosen layer and position of each prompt. Each edit has its own request.
 
     Args:
-        source: prompts, rows or a module, from which the edits take their vectors.
-            Prompts: a text, {"prompt_token_ids": [...]}, or a list of these, one for each prompt.
-            An edit takes the source prompt's row at the same layer and position. A source prompt
-            must have as many tokens as its prompt.
-            Rows (a tensor, an array, numbers): [width] for all cells, [num_layers, width],
-            [num_layers, num_positions, width] or [num_prompts, num_layers, num_positions, width].
-            Inside the attention, two dimensions [num_heads, size of a head] can replace `width`.
-            Module, for modes "ablate" and "add": {"module": name}, a steering module of the engine.
-        metric: computes a cell's value: `LogitDifference`, `Logprob`, `KL` or another `Metric`.
+        source: prompts, rows or a steering module, from which the edits take their vectors.
+            A source prompt is a text or {"prompt_token_ids": [...]}. A list has one source prompt
+            for each prompt. An edit takes the source prompt's row at the same layer and position.
+            A source prompt must have as many tokens as its prompt.
+            Rows are a tensor, an array or numbers of the shape [width] (for all cells),
+            [num_layers, width], [num_layers, num_positions, width] or [num_prompts, num_layers,
+            num_positions, width]. Inside the attention, two dimensions [num_heads, size of a head]
+            can replace `width`.
+            {"module": name} is a steering module of the engine, for the modes "ablate" and "add".
+        metric: a `LogitDifference`, `Logprob`, `KL` or other `Metric`, which computes a cell's
+            value.
         site: the site of the edits.
-        layers: "all" (the layers that the engine taps), one layer, or a list.
-        positions: "all" (the tokens of the prompt), one position, or a list. Negative positions
-            count from the prompt's end.
-        mode: "patch": the source's row replaces the row (`Replace`). "ablate": the component along
-            the source's row is removed from the row (`Ablate`). "add": `scale` times the source's
-            row is added to the row (`Add`).
-        heads: at `z`, `q`, `k` and `v`: "all", a head, or a list. Each cell then edits one head,
-            and the table has a dimension of heads. None: a cell edits the whole row.
-        scale: for mode "add"; other modes have no scale.
-        together: True: a cell edits all chosen positions, and the table has no dimension of
-            positions.
-        receivers: path patching. "logits", or a list of (site, layer) and (site, layer, head). The
-            edit acts only along the direct paths to these places. All other attention and MLP
-            outputs are the outputs of the prompt's own run. Layers "all" then means the layers from
-            which a direct path leads. None: the edit acts on all layers after the edit.
+        layers: one layer, a list of layers, or "all" for the layers that the engine taps.
+        positions: one position, a list of positions, or "all" for all tokens of the prompt.
+            Negative positions count from the prompt's end.
+        mode: the kind of the edits. With "patch", the source's row replaces the row (`Replace`).
+            With "ablate", the component along the source's row is removed from the row (`Ablate`).
+            With "add", `scale` times the source's row is added to the row (`Add`).
+        heads: "all", a head, or a list of heads, at the sites `z`, `q`, `k` and `v`. Each cell then
+            edits one head, and the table has a dimension of heads. If None, a cell edits the whole
+            row.
+        scale: the factor of the source's row in the mode "add". Other modes have no scale.
+        together: whether a cell edits all chosen positions at once. The table then has no dimension
+            of positions.
+        receivers: "logits", or a list of (site, layer) and (site, layer, head), for path patching.
+            The edit acts only along the direct paths to these receivers. All other attention and
+            MLP outputs are the outputs of the prompt's own run. With receivers, `layers="all"`
+            means the layers from which a direct path leads to a receiver. If None, the edit acts on
+            everything after the edit.
 
     Raises:
         SpecError: a mode, metric, site, layer, position, head or receiver is not possible.
@@ -113,7 +117,7 @@ class Sweep:
 
     @cached_property
     def module(self) -> Module | None:
-        """The steering module that is the source; None if the source is prompts or rows."""
+        """The steering module that is the source, or None if the source is prompts or rows."""
         source = self.source
         if isinstance(source, Module) or (isinstance(source, Mapping) and "module" in source):
             found = vector_or_module(source, "Sweep.source")
@@ -122,7 +126,7 @@ class Sweep:
 
     @property
     def told_mode(self) -> str:
-        """The mode's name in the table. If the sweep has receivers, the name includes them."""
+        """The mode's name in the table. The name includes the receivers, if there are any."""
         if self.receivers is None:
             return self.mode
         receivers = parse_receivers(self.receivers) or ((LOGITS,),)
@@ -131,22 +135,24 @@ class Sweep:
 
     @property
     def chosen_positions(self) -> list[int] | None:
-        """The positions that the caller gave; None for all positions."""
+        """The positions that the caller gave, or None for all positions."""
         value = as_numbers(self.positions)
         if isinstance(value, str) and value == "all":
             return None
         return _whole_numbers(value, "Sweep.positions", "'all', a position or a list")
 
     def columns(self, lengths: Sequence[int]) -> tuple[list[int], list[list[int | None]]]:
-        """The names along the table's dimension of positions. Also, for each prompt, the absolute
-        position of each name, or None if the prompt has no such token.
+        """The names along the table's dimension of positions, and their meaning in each prompt.
+
+        The second list has, for each prompt, the absolute position that belongs to each name, or
+        None if the prompt has no such token.
 
         Args:
-            lengths: number of tokens of each prompt.
+            lengths: the number of tokens of each prompt.
 
         Raises:
-            SpecError: a prompt lacks a named position, or two named positions are the same token of
-                a prompt.
+            SpecError: a prompt does not have a named position, or two named positions are the same
+                token of a prompt.
         """
         named = self.chosen_positions
         if named is None:
@@ -169,7 +175,7 @@ class Sweep:
         return named, found
 
     def heads_of(self, num_heads: int) -> list[int] | None:
-        """The chosen heads; None if a cell edits the whole row.
+        """The heads that the caller chose, or None if a cell edits the whole row.
 
         Raises:
             SpecError: the model does not have a chosen head.
@@ -202,17 +208,17 @@ def _is_whole(value: object) -> bool:
 
 
 def is_prompts(value: object) -> bool:
-    """True for prompts, False for rows and modules."""
+    """Whether a source is prompts, and not rows or a steering module."""
     one = value[0] if isinstance(value, list | tuple) and value else value
     return isinstance(one, str) or (isinstance(one, Mapping) and "module" not in one)
 
 
 def as_prompts(value: object, encode: Encode, where: str) -> list[list[int]]:
-    """Token ids of each prompt.
+    """The token ids of each prompt.
 
     Args:
-        value: a text, {"prompt_token_ids": [...]}, or a list of these.
-        encode: a prompt's text -> its token ids, with special tokens.
+        value: a text, {"prompt_token_ids": [...]}, or a list of such prompts.
+        encode: a function that returns the token ids of a text, with special tokens.
 
     Raises:
         SpecError: there is no prompt, or a prompt has no token or another form.

@@ -1,7 +1,7 @@
-"""The values of a sweep, with the names along their dimensions.
+"""The table with the values of a sweep, and with the names along its dimensions.
 
-Owns:  SweepTable, and its two files: Parquet (a row for each cell) and safetensors.
-From:  plan, which fills the table.   To: the caller; views.heatmap.
+Owns:  SweepTable, and the formats of its files (Parquet, with a row for each cell, or safetensors).
+From:  plan, which fills the table.   To: the caller, views.heatmap.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SweepTable:
-    """The values of a sweep. As the last expression of a notebook's cell, the table is a picture.
+    """The values of a sweep. A notebook shows the table as a picture.
 
     Attributes:
         values: float64 [num_prompts, num_layers, num_positions, num_heads]. If a cell edits whole
             rows, the table has no dimension of heads. If a cell edits all positions, the table has
-            no dimension of positions. NaN: the prompt has no such token, the cell has not arrived
-            yet, or the cell failed (`errors`).
+            no dimension of positions. A value is NaN if the prompt has no such token, or if the
+            cell has not arrived yet or has failed.
         plain: float64 [num_prompts], the metric of each prompt without an edit.
-        source: float64 [num_prompts], the metric of each source; NaN if the source is not prompts.
+        source: float64 [num_prompts], the metric of each source prompt, or NaN without them.
         tokens: the texts of each prompt's tokens.
-        layers, positions, heads: the names along the dimensions. Positions are as the caller gave
-            them. Negative positions count from the prompt's end.
-        metric, site, mode: names from the sweep. With path patching, the mode includes receivers.
-        errors: index into `values` -> the reason why the cell failed.
+        layers, positions, heads: the names along the dimensions. The positions are those that the
+            caller gave. Negative positions count from the prompt's end.
+        metric, site, mode: names from the sweep. In path patching, the mode includes the receivers.
+        errors: maps indices into `values` to the reasons why these cells failed.
     """
 
     values: Values
@@ -62,7 +62,7 @@ class SweepTable:
         tokens: Sequence[Sequence[str]], layers: Sequence[int], positions: Sequence[int] | None,
         heads: Sequence[int] | None, metric: str, site: str, mode: str,
     ) -> SweepTable:  # fmt: skip
-        """A table whose values are all NaN."""
+        """Make a table whose values are all NaN."""
         named = [layers, *(names for names in (positions, heads) if names is not None)]
         num = len(tokens)
         return SweepTable(
@@ -74,7 +74,7 @@ class SweepTable:
 
     @property
     def coords(self) -> dict[str, tuple[int, ...]]:
-        """Dimension of `values`, in order -> the names along this dimension."""
+        """Maps the dimensions of `values`, in order, to the names along each dimension."""
         found: dict[str, tuple[int, ...]] = {
             "prompt": tuple(range(len(self.tokens))), "layer": self.layers,
         }  # fmt: skip
@@ -88,16 +88,16 @@ class SweepTable:
 
     @cached_property
     def _indices(self) -> tuple[dict[int | None, int], ...]:
-        """Name -> index, for prompts, layers, positions and heads; empty: no such dimension."""
+        """Maps of names to indices, for each dimension. Maps of missing dimensions are empty."""
         named = (range(len(self.tokens)), self.layers, self.positions or (), self.heads or ())
         return tuple({name: i for i, name in enumerate(names)} for names in named)
 
     def normalised(self) -> SweepTable:
-        """The table with (value - plain) / (source - plain) as values: 0 is the prompt's own value,
-        1 is the source's value.
+        """A table with the values (value - plain) / (source - plain), where 0 is the value of the
+        prompt, and 1 is the value of the source prompt.
 
         Raises:
-            SpecError: the sweep's source is not prompts, so the source has no metric.
+            SpecError: the sweep's source is not prompts, and therefore has no metric.
         """
         if np.isnan(self.source).any():
             raise SpecError(
@@ -130,8 +130,10 @@ class SweepTable:
         return DataArray(self.values, coords, list(coords), self.metric, attributes)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the table as Parquet (".parquet", needs pyarrow), as safetensors (".safetensors")
-        or as a page with the picture (".html"), by the path's ending. An existing file is replaced.
+        """Write the table to a file. An existing file is replaced.
+
+        The path's ending decides the format: ".parquet" (needs pyarrow), ".safetensors", or ".html"
+        for a page with the picture.
 
         Raises:
             FileError: the path has another ending, or its folder does not exist.
@@ -183,8 +185,11 @@ class SweepTable:
         return tokens[position] if -len(tokens) <= position < len(tokens) else None
 
     def picture(self) -> HeatMap:
-        """A heat map of layers by positions (or by heads): the mean over prompts. If the
-        table has both positions and heads, the map has a row for each layer and head."""
+        """A heat map of the mean over the prompts, with layers as rows.
+
+        The columns are positions, or heads if the table has no positions. If the table has both
+        positions and heads, the heat map has a row for each layer and head.
+        """
         counts = np.maximum((~np.isnan(self.values)).sum(0), 1)
         mean = np.nansum(self.values, 0) / counts
         mean[np.isnan(self.values).all(0)] = np.nan
@@ -208,7 +213,7 @@ class SweepTable:
         return HeatMap(mean, tuple(rows), tuple(columns), titles, middle, caption)
 
     def _column(self, position: int) -> str:
-        """The name of a column: the position, and its token if all prompts have the same token."""
+        """The name of a position's column. It has the token if all prompts have the same token."""
         found = {self._token(i, position) for i in range(len(self.tokens))} - {None}
         (token,) = found if len(found) == 1 else (None,)
         return f"{position}" if token is None else f"{position} {token}"

@@ -1,4 +1,4 @@
-"""A sweep and its table as JSON, for HTTP.
+"""Writes and reads a sweep and its table as JSON, for HTTP.
 
 Owns:  AskedSweep (a request's body), `head`, `cell`, `end` and `whole` (the server's answers), and
        TableReader (which makes a table of these answers).
@@ -28,8 +28,8 @@ Json = dict[str, Any]
 METRICS: Final[dict[str, type[Any]]] = {
     "logit_difference": LogitDifference, "logprob": Logprob, "kl": KL,
 }  # fmt: skip
-#: The largest number of dimensions of given rows: prompts, layers, positions, heads, and the
-#: numbers of a head.
+#: The largest number of dimensions of the caller's rows. The dimensions are prompts, layers,
+#: positions, heads, and the numbers of a head.
 MOST_DIMENSIONS: Final = 5
 #: Fields of a Sweep that have the same form in JSON.
 _PLAIN: Final = ("site", "layers", "positions", "heads", "mode", "scale", "together", "receivers")
@@ -37,11 +37,11 @@ _PLAIN: Final = ("site", "layers", "positions", "heads", "mode", "scale", "toget
 
 @dataclass(frozen=True)
 class AskedSweep:
-    """The request of POST /v1/scope/sweeps.
+    """The body of the request POST /v1/scope/sweeps.
 
     Attributes:
         prompts: prompts in a form that `vllm_scope.sweep` accepts.
-        stream: True if cells are sent as they arrive.
+        stream: whether the server sends cells when they arrive.
     """
 
     prompts: list[object]
@@ -50,7 +50,7 @@ class AskedSweep:
 
     @staticmethod
     def from_json(body: object) -> AskedSweep:
-        """Parse a request's body. Raises SpecError if a field is missing, unknown or wrong."""
+        """Parse the body of a request. Raises SpecError if a field is missing, unknown or wrong."""
         known = ("prompts", "source", "metric", "stream", *_PLAIN)
         given = _object(body, "the body", known, ("prompts", "source", "metric"))
         stream = given.get("stream", False)
@@ -62,7 +62,7 @@ class AskedSweep:
         return AskedSweep(_prompts(given["prompts"], "prompts"), sweep, stream)
 
     def to_json(self) -> Json:
-        """The request's body. Raises SpecError if prompts, metric or rows cannot be sent."""
+        """The body of the request. Raises SpecError if prompts, metric or rows cannot be sent."""
         sweep = self.sweep
         given = {name: as_numbers(getattr(sweep, name)) for name in _PLAIN}
         return given | {
@@ -85,7 +85,7 @@ def _object(body: object, where: str, known: Sequence[str], needed: Sequence[str
 
 
 def _prompts(value: object, where: str) -> list[object]:
-    """One or several prompts, each a text or a list of token ids."""
+    """Parse one or several prompts. A prompt is a text or a list of token ids."""
     if isinstance(value, str) or (isinstance(value, list) and _is_ids(value)):
         value = [value]
     if not isinstance(value, list) or not value:
@@ -170,7 +170,7 @@ def _told_metric(metric: Metric) -> Json:
 
 
 def head(table: SweepTable) -> Json:
-    """A table's shape and names, without its values."""
+    """The shape and the names of a table as JSON, without the values."""
     return {
         "shape": list(table.values.shape), "tokens": table.tokens, "layers": table.layers,
         "positions": table.positions, "heads": table.heads, "metric": table.metric,
@@ -179,20 +179,20 @@ def head(table: SweepTable) -> Json:
 
 
 def cell(table: SweepTable, one: Cell) -> Json:
-    """One cell. A cell that failed has the value null, and an `error`."""
+    """One cell as JSON. A cell that failed has the value null, and an `error`."""
     error = table.errors.get(table.index_of(one))
     return {**one._asdict(), "value": _number(one.value)} | ({"error": error} if error else {})
 
 
 def end(table: SweepTable, num_cells: int) -> Json:
-    """The part of the answer that is known when all cells have arrived."""
+    """The fields of the answer that are known only when all cells have arrived."""
     numbers = {name: [_number(x) for x in getattr(table, name).tolist()]
                for name in ("plain", "source")}  # fmt: skip
     return numbers | {"counts": {"cells": num_cells, "failed": len(table.errors)}}
 
 
 def whole(table: SweepTable, num_cells: int) -> Json:
-    """The whole table in one answer, with `values` in C order."""
+    """The whole table as JSON, with `values` as a flat list in C order."""
     errors = [{"at": list(at), "error": why} for at, why in table.errors.items()]
     values = [_number(x) for x in table.values.ravel().tolist()]
     return head(table) | {"values": values, "errors": errors} | end(table, num_cells)
@@ -223,7 +223,7 @@ class _Cell(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """Any event of a stream. An event has some of these fields."""
+    """An event of a server's stream. Each event has some of these fields."""
 
     table: _Head | None = None
     cells: list[_Cell] = []
@@ -236,17 +236,17 @@ class TableReader:
     """Makes a table from the events of a server's stream.
 
     Attributes:
-        table: None before the first event.
+        table: the table with the cells that have arrived, or None before the first event.
     """
 
     def __init__(self) -> None:
         self.table: SweepTable | None = None
 
     def take(self, body: object) -> list[Cell]:
-        """Put an event's cells into the table, and return the cells.
+        """Put the cells of an event into the table, and return these cells.
 
         Raises:
-            ScopeError: the event has a form that a server of this version does not send.
+            ScopeError: a server of this version does not send events of this form.
         """
         try:
             found = msgspec.convert(body, _Event)
@@ -280,7 +280,7 @@ def _floats(values: list[float | None]) -> NDArray[np.float64]:
 
 
 def _empty(told: _Head) -> SweepTable:
-    """A table without values. Raises ScopeError if the names do not fit the shape."""
+    """Make a table without values. Raises ScopeError if the names do not fit the shape."""
     names = (told.layers, told.positions, told.heads)
     lengths = [len(told.tokens), *(len(each) for each in names if each is not None)]
     if lengths != told.shape:

@@ -1,7 +1,8 @@
-"""Folders of a process, which are removed also if the process is killed.
+"""Folders of a process, which are removed even if the process is killed.
 
 Owns:  `hold`, and the removal of folders that no process has locked.
-Runs:  in an API server (folder of results) and in a front-end (folder of its socket).
+Runs:  in an API server (for the folder of results) and in a front-end (for the folder of its
+       socket).
 
 A process locks its folder. The kernel releases the lock when the process ends. A process that exits
 normally removes its own folder. The process that started the API servers also kills the API
@@ -22,9 +23,10 @@ from pathlib import Path
 #: Environment variable with the identity of the run, which is one start of a server. The server's
 #: first process sets the variable. All other processes of the server inherit the variable.
 RUN = "VLLM_SCOPE_RUN"
-#: `remove_abandoned` keeps folders younger than this: their process may not have locked them yet.
+#: `remove_abandoned` keeps folders that are younger than _NEW_S seconds, because the processes of
+#: these folders may not have locked the folders yet.
 _NEW_S = 60.0
-#: `end_run` waits at most _LAST_S for killed processes to release their locks.
+#: `end_run` waits at most _LAST_S seconds until killed processes have released their locks.
 _LAST_S, _POLL_S = 5.0, 0.02
 #: Folders that this process has locked.
 _own: set[Path] = set()
@@ -38,13 +40,13 @@ def prefix(kind: str) -> str:
 def short(run: str) -> str:
     """The first characters of a run's identity, for a folder's name.
 
-    The whole identity is too long: the path of a socket has at most 107 bytes.
+    The whole identity is too long, because the path of a socket can have at most 107 bytes.
     """
     return run[:8]
 
 
 def hold(folder: Path) -> int:
-    """Lock a folder. Other processes keep the folder until the returned descriptor is closed."""
+    """Lock a folder. No process removes the folder before the returned descriptor is closed."""
     holder = _opened(folder)
     fcntl.flock(holder, fcntl.LOCK_SH)
     _own.add(folder)
@@ -81,8 +83,8 @@ def end_run(run: str, owner: int, *parents: str | None) -> None:
     """Remove the folders of the processes that this process started for the run.
 
     Args:
-        owner: pid of the process that started the run. In any other process, such as a fork of the
-            owner, the call removes nothing.
+        owner: The process id of the process that started the run. In any other process, such as a
+            fork of the owner, the call removes nothing.
         parents: Folders to search, in addition to the system's temporary folder.
     """
     if os.getpid() != owner:

@@ -1,7 +1,8 @@
 """The TCP socket of a front-end, and the check of the peers that connect.
 
 Owns:  TcpListener.
-Runs:  `open` on the thread that calls `Receiver.listen`; the check on a thread that pyzmq starts.
+Runs:  `open` on the thread that calls `Receiver.listen`. Peers are checked on a thread that pyzmq
+       starts.
 From:  receiver.
 
 Promise: if a peer does not have the keys of the front-end's address, the handshake fails.
@@ -44,7 +45,7 @@ class TcpListener:
         `open` again.
 
         Raises:
-            CompatError: this zmq cannot encrypt.
+            CompatError: the installed zmq cannot encrypt.
             ConfigError: `host` is not an address or interface of this host.
         """
         check_curve()
@@ -57,13 +58,13 @@ class TcpListener:
         socket = self._context.socket(zmq.ROUTER)
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = server_key, server_secret
-        # Unbounded: the front-end sends one small answer for each message.
+        # The queue is unbounded, because the front-end sends one small answer per message.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
-        socket.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME_BYTES + 1024)  # CURVE adds some bytes
+        socket.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME_BYTES + 1024)  # CURVE adds bytes to a frame
         keep_alive(socket)
         # A connection keeps the linger value that the socket had at `bind`. With zmq's default, -1,
-        # an answer to a worker that has ended blocks `term` for ever, also if `close` sets linger.
+        # an answer to a worker that has ended blocks `term` for ever, even if `close` sets linger.
         socket.linger = 0
         socket.ipv6 = ":" in host
         try:

@@ -4,18 +4,19 @@ Owns:  the addresses and the messages.
 Runs:  in workers (senders) and front-ends (receiver.py).
 
 Each front-end process binds one receiving socket, and sends its address to the workers through
-vLLM's own control channel. The workers connect. Each rank with rows sends them directly to the
-front-end. vLLM's message queue is not used, because that queue pickles each message and limits a
-message to 4 GiB.
+vLLM's own control channel. The workers connect to this socket. Each rank that has rows sends the
+rows directly to the front-end. vLLM's message queue is not used, because that queue pickles each
+message and limits a message to 4 GiB.
 
 The same messages travel in two ways. If the front-end can map the worker's memory, a message names
 slots of the HostRing. The front-end copies the rows from these slots into the caller's tensors. If
-the worker is on another host, or if the mapping fails, the rows follow their header over TCP.
+the worker is on another host, or if the mapping fails, the rows are sent over TCP, after the header
+of their message.
 
 Promise: the local socket is a file in a folder that only this user can enter. The front-end listens
 on TCP only after a worker has reported that shared memory is not possible. Only workers with the
-CURVE keys of the front-end's address can connect over TCP. No data is unpickled: a message is a
-small typed header, and the front-end checks the sizes before it reads the rows.
+CURVE keys of the front-end's address can connect over TCP. No data is unpickled. A message begins
+with a small typed header, and the front-end checks the sizes of the rows before it reads the rows.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ SILENCE_MS = 8000
 
 
 class TcpAddress(msgspec.Struct, frozen=True):
-    """Where a front-end listens on TCP, and the keys with which a worker can connect.
+    """The address at which a front-end listens on TCP, and the keys with which a worker can
+    connect.
 
     Attributes:
         endpoint: tcp://host:port, in zmq's notation.
@@ -60,21 +62,21 @@ class TcpAddress(msgspec.Struct, frozen=True):
     client_key: str
     client_secret: str
 
-    def __repr__(self) -> str:  # without keys, because the log can contain an address
+    def __repr__(self) -> str:  # without keys, because an address can be in the log
         return f"TcpAddress({self.endpoint})"
 
 
 class Address(msgspec.Struct, frozen=True):
-    """How workers find a front-end.
+    """The data with which workers find a front-end.
 
     Attributes:
-        frontend: identity of the front-end; part of every request's Recipient.
+        frontend: the identity of the front-end. This identity is part of every request's Recipient.
         path: the path of the socket. The same folder contains a file whose name is the value of
             `frontend`. A worker that sees this file is on the same host.
         pid: the pid of the front-end's process.
         started: the start time of this process, in the kernel's clock ticks. A later process with
             the same pid has another start time.
-        tcp: the TCP address; None until a worker needs it.
+        tcp: the TCP address; None until a worker needs this address.
     """
 
     frontend: str
@@ -90,10 +92,10 @@ class Address(msgspec.Struct, frozen=True):
 
     @property
     def alive(self) -> bool:
-        """True if the front-end's process runs. Valid only if `on_this_host` is True."""
+        """True if the front-end's process runs. Only valid if `on_this_host` is True."""
         try:
             return start_of(self.pid) == self.started
-        except OSError:  # not known: this process may have no free descriptor to read /proc
+        except OSError:  # this process may have no free descriptor to read /proc
             return True
 
 
@@ -107,13 +109,14 @@ def start_of(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # proc(5): field 2, in parentheses, can be any text. Field 3: the state. Field 22: the start.
+    # See proc(5). Field 2 is in parentheses, and can be any text. Field 3 is the state of the
+    # process, and field 22 is the start time.
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
 
 
 def check_curve() -> None:
-    """Raise CompatError if this zmq cannot encrypt."""
+    """Raise CompatError if the installed zmq cannot encrypt."""
     if not zmq.has("curve"):
         raise CompatError(
             f"rows cannot travel over TCP, because libzmq {zmq.zmq_version()} was built without "
@@ -142,7 +145,7 @@ class SharedHello(msgspec.Struct, array_like=True, tag="shared"):
 
 
 class TcpHello(msgspec.Struct, array_like=True, tag="tcp"):
-    """First message of a TCP connection. The front-end answers with an Ack.
+    """The first message of a TCP connection. The front-end answers with an Ack.
 
     Attributes:
         session: a random number. A worker uses the same number if it connects again.
@@ -155,8 +158,9 @@ class Ack(msgspec.Struct, array_like=True, tag="answer"):
     """The front-end's answer to a worker.
 
     Attributes:
-        read: over TCP, how many messages of the session the front-end has read, on all connections;
-            CLOSED if the front-end closes. With shared memory, 0: the ring has a counter.
+        read: over TCP, the number of messages of the session that the front-end has read on all
+            connections; CLOSED if the front-end closes. With shared memory, `read` is 0, because
+            the ring has a counter.
         error: why the front-end cannot map the ring; None if it has mapped the ring.
     """
 
@@ -171,10 +175,11 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
         start, stop: the rows are in slots `start` to `stop - 1` of the ring.
         reader: the index of this front-end's counter in the ring; -1 over TCP.
         message: the front-end sets its counter to this number after it has read the rows.
-        boundary: the boundary of the only tap with rows in the batch; None for rows of all taps.
+        boundary: the boundary of the only tap with rows in the batch; None if the batch has the
+            rows of all taps.
         row_bytes: bytes of one row, by its kind, as in layout.Widths.
-        layouts: `points` of each Layout.
-        also: `also` of each Layout; empty if `also` is empty in all Layouts.
+        layouts: the attribute `points` of each Layout.
+        also: the attribute `also` of each Layout; empty if `also` is empty in all Layouts.
         encoded: for each Layout, (text, bytes of a row, points) of each head; empty if no Layout
             has heads.
     """
@@ -236,10 +241,12 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
 
 
 class FinishHeader(msgspec.Struct, array_like=True, tag="finish"):
-    """The end of a request: this pipeline stage sends no more messages for the request.
+    """The end of a request. After this header, the pipeline stage sends no more messages for the
+    request.
 
     Attributes:
-        manifests: name of a sink -> the request's manifest at this sink, without the memory sink.
+        manifests: maps the name of each sink, except the memory sink, to the request's manifest at
+            this sink.
     """
 
     key: int
@@ -255,7 +262,7 @@ class EndsHeader(msgspec.Struct, array_like=True, tag="ends"):
 
 
 class DecidedHeader(msgspec.Struct, array_like=True, tag="decided"):
-    """A decision of a request's policy. This header is sent before the request's FinishHeader."""
+    """A decision of a request's policy. The header is sent before the request's FinishHeader."""
 
     key: int
     decided: Decided
@@ -266,7 +273,8 @@ class CountersHeader(msgspec.Struct, array_like=True, tag="counters"):
 
     Attributes:
         worker: the identity of the worker's ring.
-        sinks: name -> counter -> value, as in `sinks.counters.Counters`.
+        sinks: maps the name of each sink to the values of its counters, by name, as in
+            `sinks.counters.Counters`.
     """
 
     worker: int
@@ -278,7 +286,7 @@ class RowsMessage(msgspec.Struct):
 
     Attributes:
         keys, positions: int64 [num_tokens].
-        layout_of: int32 [num_tokens], index into `layouts`.
+        layout_of: int32 [num_tokens], the index of each token's layout in `layouts`.
         widths: bytes of a raw row, by its kind.
         slots: uint8 [num_slots, SLOT_BYTES], valid only until `on_rows` returns.
         valid: Call this function after you copied the slots. If the result is False, the worker may

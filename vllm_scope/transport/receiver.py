@@ -5,7 +5,8 @@ Runs:  on a thread of the front-end.
 From:  senders.   To: results.inbox.
 
 Promise: the callbacks get each message of a worker exactly one time, in the order of sending. A
-message is acknowledged after its callback has returned or failed.
+message is acknowledged after its callback has returned or failed. A message over TCP that cannot be
+read is acknowledged too.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: The receiver reads at most this many messages from one socket before it reads the other socket.
 MOST_IN_TURN = 16
-#: FORGET_S after a connection was lost, its worker does not try to connect again (senders.tcp).
+#: When FORGET_S seconds have passed after a connection was lost, the worker of this connection does
+#: not try to connect again (senders.tcp).
 FORGET_S = 60.0
 #: The `kind` argument in folders.py for the folder of a front-end's socket.
 KIND = "rows"
@@ -66,7 +68,8 @@ class _Session:
 
     Attributes:
         worker: the identity of the worker's ring; None until the worker has sent its counters.
-        lost_at: when the front-end noticed that the connection was lost; monotonic seconds.
+        lost_at: the time, in monotonic seconds, at which the front-end noticed that the connection
+            was lost; None before this time.
     """
 
     peer: bytes
@@ -79,11 +82,11 @@ class Receiver:
     """Binds the sockets, and calls the callbacks with the messages, on the receiver's own thread.
 
     Args:
-        on_lost: The receiver calls this if the worker has revoked this front-end. The argument is
-            the keys of requests whose rows were read too late. If the worker revokes the front-end
-            while `on_rows` copies rows, the message's `valid` returns False.
-        on_gone: When a new worker connects, the receiver calls this with the identity of each ring
-            whose worker has ended.
+        on_lost: The receiver calls this function if a worker has revoked this front-end. The
+            argument has the keys of the requests whose rows were read too late. If a worker revokes
+            the front-end while `on_rows` copies rows, the message's `valid` returns False.
+        on_gone: When a new worker connects, the receiver calls this function with the identity of
+            each ring whose worker has ended.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class Receiver:
         self._on_gone, self._on_decided = on_gone, on_decided
         self._rings = MappedRings(lambda identity: self._on_gone(identity))
         self._sessions: dict[int, _Session] = {}
-        #: Connection -> its session. `_say_goodbye` sends CLOSED to each of these workers.
+        #: Maps a connection to its session. `_say_goodbye` sends CLOSED over each connection.
         self._peers: dict[bytes, _Session] = {}
         self._context = zmq.Context()
         self._local = self._context.socket(zmq.ROUTER)
@@ -116,7 +119,8 @@ class Receiver:
         self._listener = TcpListener(self._context)
         self._lock = threading.Lock()
         self._closing = False
-        #: A descriptor that wakes the thread. The thread closes it under `_lock`, and sets -1.
+        #: A descriptor that wakes the thread. The thread closes this descriptor under `_lock`, and
+        #: then sets `_wake` to -1.
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="vllm-scope-inbox", daemon=True)
         self._thread.start()
@@ -132,13 +136,13 @@ class Receiver:
                 safety, the socket is bound to this address only.
 
         Raises:
-            CompatError: this zmq cannot encrypt.
+            CompatError: the installed zmq cannot encrypt.
             ConfigError: `host` is not an address or interface of this host.
         """
         with self._lock:
             if self.address.tcp is not None or self._wake < 0:
                 return
-            self._tcp, tcp = self._listener.open(host)  # after this, only the thread uses `_tcp`
+            self._tcp, tcp = self._listener.open(host)  # from now on, only the thread uses `_tcp`
             os.eventfd_write(self._wake, 1)
             self.address = msgspec.structs.replace(self.address, tcp=tcp)
 
@@ -167,14 +171,15 @@ class Receiver:
         self._say_goodbye()
 
     def _take_turn(self, receive: Callable[[], None]) -> None:
-        """Read up to MOST_IN_TURN waiting messages. One poll per message would double the time."""
+        """Read up to MOST_IN_TURN waiting messages. To poll before every message would take twice
+        the time."""
         for _ in range(MOST_IN_TURN):
             try:
                 receive()
             except zmq.Again:
                 return
             except Exception:
-                # The rows of this message are lost. Requests report these rows as dropped.
+                # The rows of this message are lost. The requests report these rows as dropped.
                 logger.exception("vllm-scope: a message could not be read")
 
     def _say_goodbye(self) -> None:
@@ -244,10 +249,10 @@ class Receiver:
         self._tcp.send_multipart([peer, encode(Ack(session.num_read))])
 
     def _forget_sessions(self, coming: int) -> None:
-        """Forget workers whose connection was lost FORGET_S ago.
+        """Forget workers whose connection was lost at least FORGET_S seconds ago.
 
         Args:
-            coming: the session of the worker that connects now. This session is never forgotten.
+            coming: the session of the worker that connects now, which is never forgotten.
         """
         assert self._tcp is not None
         self._tcp.router_mandatory = True  # a send over a lost connection then fails
@@ -294,7 +299,7 @@ def _slots_of(header: RowsHeader, frame: zmq.Frame) -> torch.Tensor:
 
 
 def _make_folder() -> tuple[Path, int]:
-    """Make a folder of mode 0700. Return the folder, and the descriptor that locks the folder."""
+    """Make a folder with the mode 0700. Return the folder, and the descriptor of its lock."""
     parent = Path(tempfile.gettempdir())
     remove_abandoned(parent, KIND)
     run = short(os.environ.get(RUN, "alone"))

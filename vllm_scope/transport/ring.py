@@ -1,22 +1,24 @@
 """The ring of host memory for rows, shared with front-ends on this host.
 
 Owns:  HostRing (the worker's side) and RingReader (a front-end's side).
-Runs:  `acquire` on the worker's main thread; leases are released on the drain thread;
-       `RingReader` on the front-end's receiving thread.
-From:  worker.filler (writes).   To: messages (name spans), receiver (reads the spans).
+Runs:  `acquire` on the worker's main thread, `RingReader` on the front-end's receiving thread.
+       Leases are released on the drain thread.
+From:  worker.filler (writes).   To: messages (they name spans), receiver (reads the spans).
 
 The memory is a memfd. A memfd has no name in any file system. Only processes of the same user can
-open the memfd, through /proc. The kernel frees the memory when all these processes have ended. For
-a GPU, the memory is registered with CUDA: the device then copies directly into the memory that the
-front-end reads. Some processes on the host cannot open the memfd (another pid namespace, hidepid).
-In another namespace, the same path can name another file. Therefore a reader compares the identity
-in the ring's header with the identity in the RingRef.
+open the memfd, through /proc. The kernel frees the memory when all processes that have opened the
+memfd have ended. For a GPU, the memory is registered with CUDA: the device then copies directly
+into the memory that the front-end reads. A process on the host cannot open the memfd if the process
+is in another pid namespace, or if the mount option hidepid hides the worker. In another pid
+namespace, the same path in /proc can name another file. Therefore a reader compares the identity in
+the ring's header with the identity in the RingRef.
 
 Promise: the worker writes a span again only after every lease on the span is released. Each reader
 has a counter in the ring's header. The reader reads messages in order, and sets the counter to the
-number of the last message that was read. A counter is reused only if its last reader cannot write
-to it any more. If a running reader does not read for `patience_s`, the worker sets the reader's
-revoked flag before the worker reuses the slots. A reader that sees the flag must discard its copy.
+number of the last message that was read. A counter is reused only if the last reader of this
+counter cannot write to the counter any more. If a running reader does not read for `patience_s`,
+the worker sets the reader's revoked flag before the worker reuses the slots. A reader that sees the
+revoked flag must discard its copy of the rows.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ POLL_S = 0.0002
 
 
 class RingRef(msgspec.Struct, array_like=True, frozen=True):
-    """Where another process finds the ring.
+    """The data with which another process finds the ring.
 
     Attributes:
         identity: a random number. Another ring with the same `pid` and `fd` has another identity.
@@ -121,10 +123,11 @@ class HostRing(SpanRing[Lease]):
         slots: uint8 [num_slots, SLOT_BYTES].
         num_slots: the number of slots.
         counters: int64 [MAX_READERS]. Readers write the counters.
-        reclaim: `acquire` calls this while it waits. The function releases the leases whose rows
-            have been read.
-        give_up: `acquire` calls this every patience_s / 2 while it waits, with the lease for which
-            it waits. The function revokes a reader with no progress since the last call.
+        reclaim: `acquire` calls this function while it waits. The function releases the leases
+            whose rows have been read.
+        give_up: While `acquire` waits for a lease, `acquire` calls this function with the lease
+            every patience_s / 2. The function revokes a reader that has made no progress since the
+            last call.
         wait_ms: how long `acquire` has waited for readers in total, in milliseconds.
     """
 
@@ -153,7 +156,7 @@ class HostRing(SpanRing[Lease]):
         self._lock = threading.Lock()
 
     def num_used(self) -> int:
-        """The number of slots in use. Call this on the thread that calls `acquire`."""
+        """The number of slots in use. Call this method on the thread that calls `acquire`."""
         return sum(lease.stop - lease.start for lease in self._spans if not lease.free)
 
     def add_reader(self) -> int:
@@ -168,14 +171,14 @@ class HostRing(SpanRing[Lease]):
         if not self._free_readers:
             raise CapacityError(
                 f"{MAX_READERS} front-ends read from this worker, which is the largest number. "
-                "Close one of them, or start another engine"
+                "Close one of these front-ends, or start another engine"
             )
         reader = self._free_readers.pop()
         self.counters[reader] = self._revoked[reader] = 0
         return reader
 
     def revoke(self, reader: int) -> None:
-        """Set the reader's revoked flag. Call this before the reader's leases are released."""
+        """Set the revoked flag. Call this method before the reader's leases are released."""
         self._revoked[reader] = 1
 
     def free_reader(self, reader: int) -> None:
@@ -183,8 +186,8 @@ class HostRing(SpanRing[Lease]):
         self._free_readers.append(reader)
 
     def free_reader_later(self, reader: int, is_gone: Callable[[], bool]) -> None:
-        """Free the counter of a reader after `is_gone` has returned True. Before, the reader can
-        still write to the counter."""
+        """Free the counter of a reader after `is_gone` has returned True. Until then, the reader
+        can still write to the counter."""
         if is_gone():
             self.free_reader(reader)
         else:
@@ -260,10 +263,11 @@ class RingReader:
         return self._slots[start:stop]
 
     def revoked(self, reader: int) -> bool:
-        """True if the worker has revoked the reader. Call this after a copy. If the result is True,
-        the copy may contain rows of other requests."""
+        """True if the worker has revoked the reader. Call this method after a copy. If the result
+        is True, the copy may contain rows of other requests."""
         return bool(self._revoked[reader])
 
     def acknowledge(self, reader: int, message: int) -> None:
-        """Report that all messages up to number `message` are read; CLOSED ends the reading."""
+        """Report that all messages up to number `message` are read. If `message` is CLOSED, all
+        messages count as read."""
         self._counters[reader] = message

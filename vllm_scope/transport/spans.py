@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Span(Protocol):
-    """Slots `start` to `stop - 1`."""
+    """The slots from `start` to `stop - 1`."""
 
     @property
     def start(self) -> int: ...
@@ -37,13 +37,13 @@ class SpanRing(ABC, Generic[S]):
         self._spans: deque[S] = deque()
 
     def acquire(self, num_slots: int) -> S:
-        """Wait until the next `num_slots` slots are free, and return them as a span.
+        """Wait until the next `num_slots` slots are free, and return these slots as a span.
 
         Raises:
             ValueError: `num_slots` is more than the whole ring has.
         """
         if num_slots > self.num_slots:
-            raise ValueError(f"{num_slots} slots asked of {self.name} of {self.num_slots}")
+            raise ValueError(f"{self.name} of {self.num_slots} slots has no room for {num_slots}")
         if num_slots == 0:
             # An empty span is not queued, because the search below would stop at an empty span.
             return self._new_span(self._head, self._head)

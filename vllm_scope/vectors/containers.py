@@ -4,7 +4,7 @@ Owns:  the readers of the file formats, the limits of sizes, and the writer of G
 To:    files.py, probe_files.py.
 
 Promise: before memory of a claimed size is allocated, the size is compared with `MAX_BYTES` and
-with the file's real size. No pickle is read. A SpecError names the wrong array.
+with the file's real size. No pickle is read. A SpecError's message names the wrong array.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from numpy.typing import DTypeLike
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.arrays import of_bfloat16
 
-#: The largest size of a file. Vectors for three sites of every layer of a large model take 20 MiB.
+#: The most bytes of a file. Vectors for three sites of every layer of a large model take 20 MiB.
 MAX_BYTES = 64 << 20
 #: The largest number of reads from one GGUF file. Each field takes a few small reads.
 MAX_GGUF_READS = 100_000
@@ -45,8 +45,8 @@ def read_bytes(path: Path) -> bytes:
 def check_size(num_bytes: int, what: str) -> None:
     if num_bytes > MAX_BYTES:
         raise SpecError(
-            f"{what} has {num_bytes:,} bytes; at most {MAX_BYTES:,}. A steering module is a few "
-            "vectors: is this a model?"
+            f"{what} has {num_bytes:,} bytes; at most {MAX_BYTES:,} are allowed. A steering "
+            "module has only a few vectors, so this file may be a model."
         )
 
 
@@ -54,16 +54,18 @@ def read_safetensors(data: bytes) -> tuple[Arrays, dict[str, str]]:
     """The tensors and the metadata of a safetensors file.
 
     Returns:
-        ({name: array in its own float dtype, bfloat16 as float32}, metadata)
+        The arrays by name, and the metadata. An array has its own float dtype, or float32 if the
+        tensor is bfloat16.
 
     Raises:
-        SpecError: the content is too large or malformed, or a tensor is not of floats.
+        SpecError: the content is too large or malformed, or a tensor does not have floats.
     """
     import safetensors
 
     check_size(len(data), "the safetensors content")
     try:
-        # `deserialize` compares the header with the data: lengths, shapes, overlaps.
+        # `deserialize` checks that the header's lengths and shapes fit the data, and that no
+        # tensors overlap.
         tensors = safetensors.deserialize(data)
     except safetensors.SafetensorError as error:
         raise SpecError(f"the content is not safetensors: {error}.") from None
@@ -71,7 +73,7 @@ def read_safetensors(data: bytes) -> tuple[Arrays, dict[str, str]]:
     for name, tensor in tensors:
         dtype = tensor["dtype"]
         if dtype not in _DTYPES:
-            raise SpecError(f"{shown(name)} has dtype {dtype}; {', '.join(_DTYPES)} are read.")
+            raise SpecError(f"{shown(name)} has dtype {dtype}; only {', '.join(_DTYPES)} are read.")
         flat = np.frombuffer(tensor["data"], _DTYPES[dtype])
         arrays[name] = (of_bfloat16(flat) if dtype == "BF16" else flat).reshape(tensor["shape"])
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -84,7 +86,7 @@ def read_npz(data: bytes) -> Arrays:
     `numpy.load` is not used, because `numpy.load` allocates any size that a header claims.
 
     Raises:
-        SpecError: the content is malformed or too large, or an array is not of floats.
+        SpecError: the content is malformed or too large, or an array does not have floats.
     """
     arrays: Arrays = {}
     try:
@@ -94,20 +96,21 @@ def read_npz(data: bytes) -> Arrays:
                 name = info.filename.removesuffix(".npy")
                 arrays[name] = _read_npy(archive.read(info), name)
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
-        # zipfile raises the last two types for an unknown compression or encryption.
+        # zipfile raises NotImplementedError or RuntimeError for an unknown compression or
+        # encryption.
         raise SpecError(f"the content is not an .npz: {error}.") from None
     return arrays
 
 
 def read_npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Read the header of an .npy array: the shape, True if in Fortran order, and the dtype.
+    """Read the header of an .npy array. Returns shape, True for Fortran order, and dtype.
 
     Raises:
         ValueError, SyntaxError, TokenError: the header is malformed.
     """
     version = npy.read_magic(stream)
     if version not in ((1, 0), (2, 0)):
-        raise ValueError(f"its format is {version}, not (1, 0) or (2, 0)")
+        raise ValueError(f"its format version is {version}, not (1, 0) or (2, 0)")
     shape, fortran, dtype = (
         npy.read_array_header_1_0(stream)
         if version == (1, 0)
@@ -121,7 +124,8 @@ def _read_npy(data: bytes, name: str) -> np.ndarray:
     try:
         shape, _, dtype = read_npy_header(stream)
     except (ValueError, SyntaxError, TokenError) as error:
-        # numpy parses a header as a Python literal. If this fails, numpy tokenizes the header.
+        # numpy parses a header as a Python literal. If the parsing fails, numpy tokenizes the
+        # header.
         raise SpecError(f"{shown(name)} is not an .npy array: {error}.") from None
     if dtype.kind != "f":
         raise SpecError(f"{shown(name)} has dtype {dtype}; save it as float32.")
@@ -129,7 +133,7 @@ def _read_npy(data: bytes, name: str) -> np.ndarray:
         raise SpecError(f"{shown(name)} has shape {list(shape)}; a vector is [hidden_size].")
     body = stream.read()
     if len(body) != shape[0] * dtype.itemsize:
-        raise SpecError(f"{shown(name)} claims {shape[0]:,} values and holds {len(body):,} bytes.")
+        raise SpecError(f"{shown(name)} claims {shape[0]:,} values, but has {len(body):,} bytes.")
     return np.frombuffer(body, dtype)
 
 
@@ -153,9 +157,9 @@ def read_gguf(path: Path) -> tuple[Arrays, dict[str, str]]:
         ) -> np.ndarray:
             self.num_reads += 1
             if self.num_reads > MAX_GGUF_READS:
-                raise ValueError("it has more fields than a control vector needs")
+                raise ValueError("the file has more fields than a control vector needs")
             if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
-                raise ValueError("it is cut short")
+                raise ValueError("the file is cut short")
             found: np.ndarray = super()._get(offset, dtype, count, **options)
             return found
 
@@ -173,8 +177,10 @@ def read_gguf(path: Path) -> tuple[Arrays, dict[str, str]]:
     for tensor in reader.tensors:
         kind = tensor.tensor_type.name
         if kind not in _DTYPES:
-            raise SpecError(f"{shown(tensor.name)} has type {kind}; {', '.join(_DTYPES)} are read.")
-        # A copy, because the reader's arrays are views of the mapped file.
+            raise SpecError(
+                f"{shown(tensor.name)} has type {kind}; only {', '.join(_DTYPES)} are read."
+            )
+        # The array is copied, because the reader's arrays are views of the mapped file.
         array = np.array(tensor.data)
         arrays[tensor.name] = of_bfloat16(array.view("<u2")) if kind == "BF16" else array
     return arrays, texts
@@ -204,7 +210,7 @@ def _gguf(path: Path) -> ModuleType:
         import gguf
     except ImportError:
         raise ImportError(
-            f"{path} is a GGUF file, and the library for these is not installed: "
+            f"{path} is a GGUF file, but the library for GGUF files is not installed: "
             "pip install 'vllm-scope[gguf]'."
         ) from None
     library: ModuleType = gguf

@@ -16,23 +16,23 @@ from vllm_scope.request.nets import Hidden
 from vllm_scope.vectors.layers import Floats, Layers, ProbeWeights, of_layers
 from vllm_scope.vectors.probe_files import fold
 
-#: scikit-learn's activation of hidden layers -> `hidden` of an `Mlp`.
+#: Maps scikit-learn's activation of hidden layers to the `hidden` of an `Mlp`.
 _HIDDEN: dict[str, Hidden] = {"relu": "relu", "tanh": "tanh", "logistic": "tanh"}
 
 
 def from_sklearn(estimator: object) -> ProbeWeights:
     """The weights of a fitted estimator of scikit-learn.
 
-    Without an activation, the probe's scores equal the estimator's `decision_function` for class
-    `classes_[1]`, or a regressor's `predict`. With the activation "sigmoid", the scores equal
-    `predict_proba` of class `classes_[1]`.
+    If these weights have no activation, the probe's scores equal the estimator's
+    `decision_function` for the class `classes_[1]`, or a regressor's `predict`. With the activation
+    "sigmoid", the scores equal the estimator's `predict_proba` for the class `classes_[1]`.
 
     Args:
-        estimator: with the activation "sigmoid": LogisticRegression, LinearDiscriminantAnalysis or
-            MLPClassifier. Without an activation: LinearSVC, RidgeClassifier, Ridge,
-            LinearRegression or MLPRegressor. `CV` variants are allowed. A Pipeline of
-            StandardScaler and an allowed estimator is allowed too. An MLP has at most two hidden
-            layers of relu, tanh or logistic.
+        estimator: LogisticRegression, LinearDiscriminantAnalysis or MLPClassifier, which give
+            weights with the activation "sigmoid"; or LinearSVC, RidgeClassifier, Ridge,
+            LinearRegression or MLPRegressor, which give weights without an activation. Variants
+            such as RidgeCV are allowed. A Pipeline of StandardScaler and an allowed estimator is
+            allowed too. An MLP can have at most two hidden layers, with relu, tanh or logistic.
 
     Raises:
         SpecError: the estimator has another type, is not fitted, or has several outputs.
@@ -60,7 +60,7 @@ def from_sklearn(estimator: object) -> ProbeWeights:
 
 
 def _steps(estimator: object) -> list[object]:
-    """The steps of a pipeline and of all pipelines inside it, or [estimator]."""
+    """The steps of a pipeline and of the pipelines inside it. Any other estimator is one step."""
     from sklearn.pipeline import Pipeline
 
     if not isinstance(estimator, Pipeline):
@@ -93,8 +93,8 @@ def _read(estimator: object) -> tuple[Layers, Hidden, Literal["sigmoid"] | None]
     weight, bias = estimator.coef_, np.atleast_1d(estimator.intercept_)
     if hasattr(weight, "toarray"):  # after `sparsify`
         weight = weight.toarray()
-    # In old releases of scikit-learn, multi_class can be "multinomial". Then the probability is the
-    # sigmoid of the doubled score.
+    # In old releases of scikit-learn, multi_class can be "multinomial". With "multinomial", the
+    # probability is the sigmoid of the doubled score.
     twice = getattr(estimator, "multi_class", None) == "multinomial"
     found = [(np.atleast_2d(_floats(weight)), _floats(bias))]
     return found, "relu", "sigmoid" if isinstance(estimator, logits) and not twice else None
@@ -120,7 +120,7 @@ def _perceptron(
 
 
 def _with_tanh(layers: Layers) -> Layers:
-    """Convert layers with logistic to layers with tanh: logistic(z) = (1 + tanh(z / 2)) / 2."""
+    """Replace logistic between layers by tanh, because logistic(z) = (1 + tanh(z / 2)) / 2."""
     found = []
     for i, (weight, bias) in enumerate(layers):
         if i:
@@ -153,7 +153,7 @@ def _check_fitted(estimator: object) -> None:
 
 
 def _kind(estimator: object) -> str:
-    # The type's name, because an estimator's repr has several lines.
+    # The result is the type's name, because an estimator's repr has several lines.
     return type(estimator).__name__
 
 

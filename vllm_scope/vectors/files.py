@@ -3,17 +3,17 @@
 Owns:  the names of tensors, which give site and layer; the metadata; readers and writers.
 From:  containers.py, hooks.py. To: SteeringModule.
 
-| name of a tensor    | written by            | site                      | layer           |
-|---------------------|-----------------------|---------------------------|-----------------|
-| `{site}.{layer}`    | vllm-scope            | in the name               | in the name     |
-| `{tier}:` as prefix | vllm-scope            | only for `prompt` or `generated` tokens     |
-| `direction.{layer}` | vllm-scope and others | metadata's, or resid_post | less index base |
-| `{layer}`           | users                 | metadata's, or resid_post | less index base |
+| name of a tensor     | written by            | site                           | layer            |
+|----------------------|-----------------------|--------------------------------|------------------|
+| `{site}.{layer}`     | vllm-scope            | in the name                    | in the name      |
+| `direction.{number}` | vllm-scope and others | in the metadata, or resid_post | number - base    |
+| `{number}`           | users                 | in the metadata, or resid_post | number - base    |
 
-JSON files have the form of the steering fork (hooks.py). The metadata can have the index base, "0"
-or "1". The default is "0". repeng computes `direction.5` on Hugging Face's `hidden_states[6]`: the
-exit of layer 5, counted from 0. llama.cpp adds the vector at the same place. This place is
-`resid_post` 5.
+A vector of a tier has a name with the prefix `prompt:` or `generated:`. JSON files have the form of
+the steering fork of vLLM, which hooks.py describes. The base is `index_base` of the metadata, which
+is "0" (the default) or "1". repeng computes `direction.5` from Hugging Face's `hidden_states[6]`,
+the rows at the exit of layer 5 (the first layer is 0). llama.cpp adds the vector `direction.5` at
+the same place, which is `resid_post` 5.
 """
 
 from __future__ import annotations
@@ -39,21 +39,22 @@ from vllm_scope.vectors.hooks import module_from_json
 from vllm_scope.vectors.module import Provenance, SteeringModule, as_stream, name_of
 
 DEFAULT_SITE = "resid_post"
-#: In GGUF files: the architecture of a control vector, and the prefix of vllm-scope's fields.
+#: In a GGUF file, the architecture of a control vector, and the prefix of vllm-scope's fields.
 _CONTROL, _OURS = "controlvector", "vllm_scope."
 
-# `as_stream` refuses layers with five digits.
+# The pattern matches numbers with five digits, but `as_stream` refuses such layers.
 _NAME = re.compile(r"(?:(?P<tier>[a-z]+):)?(?:(?P<site>[a-z_]+)\.)?(?P<number>[0-9]{1,5})")
 
 
 def load_vectors(path: str | Path) -> SteeringModule:
     """Load a steering module from a .safetensors, .gguf, .npz or .json file.
 
-    Each tensor must be a vector with a name from the table above. Unknown metadata are ignored.
+    Each tensor must be a vector with a name that files.py lists in its table. Unknown metadata are
+    ignored.
 
     Raises:
-        SpecError: the file has another ending, is too large or malformed, or has a wrong name or
-            vector. The message names the file and the tensor.
+        SpecError: the path has another ending, the file is too large or malformed, or a tensor has
+            a wrong name or wrong values. The message names the file and the tensor.
         ImportError: the `gguf` library (`vllm-scope[gguf]`) for .gguf files is not installed.
         OSError: the file cannot be read.
     """
@@ -65,7 +66,7 @@ def load_vectors(path: str | Path) -> SteeringModule:
         ".json": lambda path: module_from_json(read_bytes(path)),
     }
     if path.suffix not in readers:
-        raise SpecError(f"{path} ends in {path.suffix!r}; {', '.join(readers)} are read.")
+        raise SpecError(f"{path} ends in {path.suffix!r}; only {', '.join(readers)} are read.")
     try:
         return readers[path.suffix](path)
     except SpecError as error:
@@ -75,8 +76,9 @@ def load_vectors(path: str | Path) -> SteeringModule:
 def save_vectors(path: str | Path, module: SteeringModule) -> None:
     """Write a module to a .safetensors or .gguf file.
 
-    A .safetensors file has `to_bytes(module)`. A .gguf file is a control vector in repeng's form.
-    `load_vectors` reads both formats. llama.cpp reads .gguf files, but not a vector of layer 0.
+    The content of a .safetensors file is `to_bytes(module)`. A .gguf file is a control vector in
+    repeng's form. `load_vectors` reads both formats. llama.cpp reads .gguf files, but does not use
+    a vector of layer 0.
 
     Raises:
         SpecError: the path has another ending. Or the path ends in .gguf, and the module has a
@@ -113,15 +115,16 @@ def to_bytes(module: SteeringModule) -> bytes:
 def from_bytes(data: bytes) -> SteeringModule:
     """Read a module from the content of a safetensors file of vllm-scope or of another program.
 
-    Safe for content from an untrusted source. The size is bounded, and no code in the content runs.
+    Untrusted content is safe, because its size is limited and no code in the content runs.
 
     Raises:
-        SpecError: the content is too large or malformed, or has a wrong name or vector.
+        SpecError: the content is too large or malformed, or a tensor has a wrong name or wrong
+            values.
     """
     arrays, metadata = read_safetensors(data)
     base = metadata.get("index_base", "0")
     if base not in ("0", "1"):
-        raise SpecError(f"metadata index_base is {shown(base)}; layers count from '0' or '1'.")
+        raise SpecError(f"metadata index_base is {shown(base)}; it must be '0' or '1'.")
     site = metadata.get("site", DEFAULT_SITE)
     return _module(arrays, site, int(base), _provenance_of_metadata(metadata))
 
@@ -130,9 +133,7 @@ def _load_gguf(path: Path) -> SteeringModule:
     arrays, texts = read_gguf(path)
     architecture = texts.get("general.architecture")
     if architecture != _CONTROL:
-        raise SpecError(
-            f"general.architecture is {shown(architecture)}; a control vector's is {_CONTROL!r}."
-        )
+        raise SpecError(f"general.architecture is {shown(architecture)}; it must be {_CONTROL!r}.")
     ours = {
         name.removeprefix(_OURS): text for name, text in texts.items() if name.startswith(_OURS)
     }
@@ -146,8 +147,8 @@ def _save_gguf(path: Path, module: SteeringModule) -> None:
     for place, _ in module.placed():
         if place[0] != DEFAULT_SITE or len(place) > 2:
             raise SpecError(
-                f"the module has {name_of(place)}; a .gguf control vector holds vectors of "
-                f"{DEFAULT_SITE} for every token alone: save it as .safetensors."
+                f"the module has {name_of(place)}; a .gguf file can have only vectors of "
+                f"{DEFAULT_SITE} for every token; save the module as .safetensors."
             )
     provenance = module.provenance
     fields: dict[str, str | int] = {
@@ -180,11 +181,11 @@ def _module(arrays: Arrays, site: str, base: int, provenance: Provenance) -> Ste
 
 
 def _place_of(name: str, site: str, base: int) -> tuple[SiteLayer, str | None]:
-    """The stream and the tier of a vector."""
+    """The stream and the tier that a tensor's name means."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise SpecError(
-            f"{shown(name)} is no name of a vector; they must be 'direction.<layer>' or "
+            f"{shown(name)} is no name of a vector; a name must be 'direction.<layer>' or "
             "'<site>.<layer>', such as 'resid_post.5'."
         )
     number = int(match["number"])
@@ -194,7 +195,7 @@ def _place_of(name: str, site: str, base: int) -> tuple[SiteLayer, str | None]:
 
 
 def _provenance_to_metadata(provenance: Provenance) -> dict[str, str]:
-    """Field -> text, for fields that are not None. repr keeps floats exactly."""
+    """The fields that are not None, as texts by name. `repr` gives all digits of a float."""
     return {
         name: value if isinstance(value, str) else repr(value)
         for name, value in vars(provenance).items()

@@ -4,9 +4,9 @@
     {"post_block": {"dtype": "float32", "shape": [2, 4096], "layer_indices": [15, 20],
                     "data": "<base64>", "scales": [1.0, 2.0]}}
 
-Each hook has one of the two forms. A module's file has an object of hooks for each tier:
-{"vectors": ..., "prefill_vectors": ..., "decode_vectors": ...}. If a module has only the tier
-`vectors`, the file can be the tier's object.
+The value of each hook has one of two forms: vectors by layer, or the packed form. A module's file
+has an object of hooks for each tier: {"vectors": ..., "prefill_vectors": ..., "decode_vectors":
+...}. If a module has only the tier `vectors`, the file can consist of the object of hooks alone.
 
 Owns:  HookVectors, and the parsers of hooks and modules.
 Runs:  anywhere, with numpy only.
@@ -28,22 +28,25 @@ from vllm_scope.vectors.module import SteeringModule, Vector
 
 
 def tiers(word: str) -> dict[str, str]:
-    """The fields `word`, `prefill_word` and `decode_word` -> the selector of the field's tokens."""
+    """Maps the field names `word`, `prefill_word` and `decode_word` to the selectors of the fields'
+    tokens."""
     return {word: "all", f"prefill_{word}": "prompt", f"decode_{word}": "generated"}
 
 
-#: The fields of a module, and the fields of a request.
+#: The field names of a module's file, and the field names of a request, with their selectors.
 MODULE_TIERS, REQUEST_TIERS = tiers("vectors"), tiers("steering_vectors")
-#: A request's field -> the module's field.
+#: Maps a field name of a request to the field name of a module's file.
 _MODULE_NAMES: dict[object, object] = dict(zip(REQUEST_TIERS, MODULE_TIERS, strict=True))
 _PACKED = {"dtype", "shape", "data", "layer_indices"}
 
-#: (site, layer) -> [hidden_size], float32. The vectors are already multiplied by their scales.
+#: float32 vectors [hidden_size] by (site, layer). The vectors are already multiplied by their
+#: scales.
 HookVectors = dict[SiteLayer, Vector]
 
 
 def parse_hooks(body: object, where: str) -> HookVectors:
-    """The vectors of one tier, from JSON. If the body is None or empty, an empty dict.
+    """Parse the vectors of one tier from JSON. If the body is None or empty, the result is an empty
+    dict.
 
     Raises:
         SpecError: the body is malformed. The message has the path of the wrong value.
@@ -61,7 +64,7 @@ def parse_hooks(body: object, where: str) -> HookVectors:
             ]
         sizes = {len(vector) for _, vector in vectors}
         if len(sizes) > 1:
-            raise SpecError(f"{place} has vectors of {sorted(sizes)} numbers; all are of one size.")
+            raise SpecError(f"{place} has vectors of {sorted(sizes)} numbers; sizes must be equal.")
         for layer, vector in vectors:
             if (site, layer) in found:
                 raise SpecError(f"{place} has layer {layer} twice.")
@@ -70,24 +73,25 @@ def parse_hooks(body: object, where: str) -> HookVectors:
 
 
 def module_from_json(data: bytes) -> SteeringModule:
-    """A module from the content of a JSON file.
+    """Make a module from the content of a JSON file.
 
     Raises:
-        SpecError: the content is not JSON. Other reasons as in `parse_module`.
+        SpecError: the content is not JSON, or `parse_module` refuses the content.
     """
     try:
         text = data.decode()
     except UnicodeDecodeError:
-        raise SpecError("it is not JSON: it is not UTF-8.") from None
+        raise SpecError("the content is not JSON, because it is not UTF-8.") from None
     return parse_module(parsed(text, "the file"), "the file")
 
 
 def parse_module(body: object, where: str) -> SteeringModule:
-    """A module from JSON: an object with a field for each tier, or the object of the tier
-    `vectors`.
+    """Make a module from JSON. The JSON is an object with a field for each tier, or only the object
+    of the tier `vectors`.
 
     Raises:
-        SpecError: as `parse_hooks`; or an unknown field, clamps, or only vectors of zeros.
+        SpecError: `parse_hooks` refuses a tier, a field is unknown, the body has clamps, or all
+            vectors are zeros.
     """
     fields = mapping(body, where)
     if set(fields) <= set(ALIASES):
@@ -100,7 +104,7 @@ def parse_module(body: object, where: str) -> SteeringModule:
     for name in tiers("clamps"):
         if fields.pop(name, None):
             raise SpecError(
-                f"{where} has {name}; a steering module here has vectors alone. Put clamps into "
+                f"{where} has {name}; a steering module can have only vectors. Put clamps into "
                 "requests (steering_clamps), or for all requests into /v1/steering/set."
             )
     if unknown := sorted(set(fields) - set(MODULE_TIERS), key=str):
@@ -111,16 +115,16 @@ def parse_module(body: object, where: str) -> SteeringModule:
     found = {}
     for name, tokens in MODULE_TIERS.items():
         vectors = parse_hooks(fields.get(name), f"{where}[{name!r}]")
-        # A module does not store vectors of zeros, because they have no effect.
+        # A module does not store vectors of zeros, because such vectors have no effect.
         found[tokens] = {stream: v for stream, v in vectors.items() if v.any()}
     everywhere = found.pop("all")
     if not everywhere and not any(found.values()):
-        raise SpecError(f"{where} has no vectors but zeros; a module adds something somewhere.")
+        raise SpecError(f"{where} has no vectors but zeros; at least one number must not be 0.")
     return SteeringModule(everywhere, tiers=found)
 
 
 def parsed(body: object, where: str) -> object:
-    """Parse a JSON text. Any other value is returned unchanged."""
+    """Parse a JSON text. A value that is not a text is returned unchanged."""
     if not isinstance(body, str):
         return body
     try:
@@ -170,7 +174,7 @@ def is_packed(by_layer: object) -> TypeGuard[Mapping[object, object]]:
 def packed_rows(
     body: Mapping[object, object], where: str, also: set[str]
 ) -> list[tuple[int, Vector]]:
-    """The vectors of the packed form as (layer, vector), in the order of the file.
+    """Read vectors in the packed form. Returns pairs (layer, vector) in the order of the file.
 
     Args:
         also: additional field names that are allowed.
@@ -188,7 +192,9 @@ def packed_rows(
 
 def per_row(values: object, num_rows: int, where: str) -> list[object]:
     if not isinstance(values, list | tuple) or len(values) != num_rows:
-        raise SpecError(f"{where} is {shown(values)}; it must be a list with one for each row.")
+        raise SpecError(
+            f"{where} is {shown(values)}; it must be a list with one item for each row."
+        )
     return list(values)
 
 
@@ -213,7 +219,7 @@ def _scaled(entry: object, where: str) -> Vector:
 
 
 def one_vector(value: object, where: str) -> Vector:
-    """Parse one vector from JSON, [hidden_size], float32."""
+    """Parse one vector from JSON. Returns float32 [hidden_size]."""
     found = Array.parse(value, where)
     if len(found.shape) != 1:
         raise SpecError(f"{where} has shape {found.shape}; it must be one vector, [hidden_size].")

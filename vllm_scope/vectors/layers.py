@@ -18,7 +18,7 @@ from vllm_scope.vectors.module import as_vector
 from vllm_scope.vectors.probe_files import finite
 
 Floats = NDArray[np.float64]
-#: (weight [out, in], bias [out]) of each layer.
+#: The pair (weight [out, in], bias [out]) of each layer.
 Layers = list[tuple[Floats, Floats]]
 
 
@@ -27,8 +27,9 @@ class ProbeWeights:
     """The weight, the bias and the activation of a probe.
 
     Attributes:
-        weight: float32 [width of a row], read-only; or an `Mlp`; or an `AttentionPool`.
-        bias: a number to add to the score. 0 for an `Mlp`, because its last layer has the bias.
+        weight: a read-only float32 array [width of a row], an `Mlp` or an `AttentionPool`.
+        bias: the number that is added to the score. For an `Mlp`, `bias` is 0, because the last
+            layer of the `Mlp` has a bias.
         activation: "sigmoid" if score + bias is the logit of a probability; else None.
     """
 
@@ -43,11 +44,11 @@ def of_layers(
     num_scores = layers[-1][0].shape[0]
     if num_scores != 1:
         raise SpecError(
-            f"the last layer makes {num_scores} scores; a probe makes one. Make a probe of each."
+            f"the last layer makes {num_scores} scores; a probe makes one. Use a probe for each."
         )
     if len(layers) > 1:
         return ProbeWeights(Mlp(layers, hidden), activation=activation)
     ((weight, bias),) = layers
     if bias.shape != (1,):
-        raise SpecError(f"the bias has shape {bias.shape} beside one score; it must be one number.")
+        raise SpecError(f"the bias has shape {bias.shape}; a bias must be one number.")
     return ProbeWeights(as_vector(weight[0], "weight"), finite(bias[0], "bias"), activation)

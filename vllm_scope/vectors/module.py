@@ -4,7 +4,8 @@ Owns:  SteeringModule, Provenance; `as_vector`, which converts a list, an array 
 Runs:  anywhere, with numpy only.
 To:    files, analysis, core.registry.
 
-Promise: a module is well formed, and never changes. Modules with equal digests steer equally.
+Promise: a module is well formed, and never changes. Modules with equal digests have the same
+vectors.
 """
 
 from __future__ import annotations
@@ -21,27 +22,29 @@ from numpy.typing import NDArray
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import ALIASES, STREAM_SITES, SiteLayer
 
-#: The largest layer number. No model has more layers: a larger number in a file is a mistake.
+#: The largest layer number. No model has more layers, so a larger number in a file is a mistake.
 MAX_LAYER = 9999
 MAX_VECTORS = 4096
-#: The tiers: selectors for vectors that act only on some tokens.
+#: The names of the tiers. A tier's vectors act on the tokens that its name selects.
 TIERS = ("prompt", "generated")
 
 Vector = NDArray[np.float32]
-#: (site, layer), or (site, layer, tier).
+#: The key of a vector: (site, layer), or (site, layer, tier) if the vector belongs to a tier.
 VectorKey = tuple[str, int] | tuple[str, int, str]
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """The origin of vectors. It is not part of a module's identity.
+    """The origin of a module's vectors. The digest of a module does not depend on the origin.
 
     Attributes:
         model, revision: the model, and the model's revision, on which the vectors were computed.
         method: the method of the computation, such as "mean_difference".
-        dataset: "sha256:..." of the contrast pairs, as `analysis.contrast.pairs_digest` returns it.
-        scale: the factor that the author uses. The stored vectors do not include the factor.
-        normalised: True if the vectors have length 1. None: unknown.
+        dataset: the digest "sha256:..." of the contrast pairs, as `analysis.contrast.pairs_digest`
+            returns it.
+        scale: the factor by which the author multiplies the vectors. The stored vectors do not
+            include the factor.
+        normalised: True if the vectors have length 1. None if the length is unknown.
         created_by: the program that made the vectors, and the program's version.
     """
 
@@ -54,7 +57,7 @@ class Provenance:
     created_by: str | None = None
 
     def __post_init__(self) -> None:
-        # float(), because the repr of a numpy number differs from Python's.
+        # float() is called, because the repr of a numpy number differs from Python's repr.
         object.__setattr__(self, "scale", float(self.scale))
         if self.normalised is not None:
             object.__setattr__(self, "normalised", bool(self.normalised))
@@ -64,15 +67,17 @@ class Provenance:
 class SteeringModule(Mapping[SiteLayer, Vector]):
     """Read-only vectors by (site, layer), of one hidden size. Modules with equal content are equal.
 
-    The mapping has the vectors that act on every token. `tiers` has the vectors of tiers.
+    The mapping has the vectors that act on every token. `tiers` has the vectors that act only on
+    prompt tokens or only on generated tokens.
 
     Args:
-        vectors: (site, layer) -> [hidden_size]: a list of numbers, a numpy array, or a torch tensor
-            of any float dtype and device. The module copies the vectors as float32. Sites must be
-            on the residual stream. `embed` has layer 0.
+        vectors: vectors [hidden_size] by (site, layer). A vector is a list of numbers, a numpy
+            array, or a torch tensor of any float dtype and device. The module copies the vectors as
+            float32. Sites must be on the residual stream. The only layer of the site `embed` is 0.
         provenance: the origin of the vectors.
-        tiers: "prompt" or "generated" -> vectors in the same form. These vectors are added only for
-            the prompt's or the generated tokens, in addition to the vectors for every token.
+        tiers: vectors in the same form by the name of the tier, "prompt" or "generated". The
+            vectors of a tier are added only at prompt tokens or only at generated tokens, in
+            addition to the vectors for every token.
 
     Raises:
         SpecError: the module has no vectors; a key is not (site, layer); a vector has a wrong rank
@@ -95,7 +100,7 @@ class SteeringModule(Mapping[SiteLayer, Vector]):
         if not count:
             raise SpecError("the module has no vectors; give at least one (site, layer).")
         if count > MAX_VECTORS:
-            raise SpecError(f"the module has {count:,} vectors; at most {MAX_VECTORS}.")
+            raise SpecError(f"the module has {count:,} vectors; at most {MAX_VECTORS} are allowed.")
         kept = {tier: _kept(tiers[tier], tier) for tier in TIERS if tiers.get(tier)}
         object.__setattr__(self, "vectors", _kept(vectors, None))
         object.__setattr__(self, "provenance", provenance or Provenance())
@@ -110,14 +115,16 @@ class SteeringModule(Mapping[SiteLayer, Vector]):
                 )
 
     def placed(self) -> Iterator[tuple[VectorKey, Vector]]:
-        """Yield each vector with its key: (site, layer), or (site, layer, tier) for a tier."""
+        """Yield each vector with its key. The key is (site, layer), or (site, layer, tier) for a
+        vector of a tier."""
         yield from self.vectors.items()
         for tier, vectors in self.tiers.items():
             for stream, vector in vectors.items():
                 yield (*stream, tier), vector
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The constructor makes copies and unpickled modules. Therefore they are read-only.
+        # The constructor makes copies and unpickled modules, so that their vectors are read-only
+        # too.
         tiers = {tier: dict(vectors) for tier, vectors in self.tiers.items()}
         return SteeringModule, (dict(self.vectors), self.provenance, tiers)
 
@@ -154,7 +161,7 @@ class SteeringModule(Mapping[SiteLayer, Vector]):
 
     @cached_property
     def digest(self) -> str:
-        """ "sha256:..." of the keys and the bits of the values."""
+        """The SHA-256 of the keys and of the bits of the values, as "sha256:..."."""
         content = hashlib.sha256(b"vllm-scope steering vectors\n")
         for place, vector in self.placed():
             content.update(f"{name_of(place)} {len(vector)}\n".encode())
@@ -163,19 +170,19 @@ class SteeringModule(Mapping[SiteLayer, Vector]):
 
 
 def _kept(vectors: Mapping[SiteLayer, object], tier: str | None) -> Mapping[SiteLayer, Vector]:
-    """Read-only copies, sorted by site and layer."""
+    """Make read-only copies of vectors, sorted by site and layer."""
     kept: dict[SiteLayer, Vector] = {}
     for key, value in vectors.items():
         stream = as_stream(key)
         if stream in kept:
-            raise SpecError(f"the module has {stream} twice: {shown(key)} is its alias.")
+            raise SpecError(f"the module has {stream} twice: {shown(key)} is an alias.")
         kept[stream] = as_vector(value, name_of(stream if tier is None else (*stream, tier)))
     ordered = sorted(kept.items(), key=lambda item: (STREAM_SITES.index(item[0][0]), item[0]))
     return MappingProxyType(dict(ordered))
 
 
 def name_of(place: VectorKey) -> str:
-    """A vector's name in files and errors: "resid_post.5", or "generated:resid_post.5"."""
+    """A vector's name in files and errors, such as "resid_post.5" or "generated:resid_post.5"."""
     return "".join(f"{tier}:" for tier in place[2:]) + f"{place[0]}.{place[1]}"
 
 
@@ -186,7 +193,7 @@ def as_stream(key: object) -> SiteLayer:
         SpecError: `key` is not a pair of a site on the residual stream and a layer from 0.
     """
     if not isinstance(key, tuple) or len(key) != 2:
-        raise SpecError(f"{shown(key)} is no (site, layer), such as ('resid_post', 5).")
+        raise SpecError(f"{shown(key)} is not a (site, layer), such as ('resid_post', 5).")
     site, layer = key
     name = ALIASES.get(site, site) if isinstance(site, str) else site
     if name not in STREAM_SITES:
@@ -209,7 +216,8 @@ def as_vector(value: object, where: str) -> Vector:
         SpecError: the values are not numbers, not of rank 1, empty, or not finite in float32.
     """
     if hasattr(value, "detach"):
-        # A torch tensor. float(), because numpy has no bfloat16. This module does not import torch.
+        # The value is a torch tensor. float() is called, because numpy has no bfloat16. module.py
+        # does not import torch.
         value = value.detach().cpu().float().numpy()
     try:
         array = np.asarray(value)

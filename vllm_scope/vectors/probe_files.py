@@ -28,7 +28,7 @@ from vllm_scope.request.selectors import WORDS, Tokens, parse_selector
 from vllm_scope.vectors.containers import check_size, read_bytes, read_safetensors
 from vllm_scope.vectors.module import as_stream, as_vector
 
-#: Values of `template`: for prompts without a chat template, and for an unknown chat template.
+#: The values of `template` for prompts without a chat template, and for an unknown chat template.
 RAW, CHAT = "none", "chat"
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
 #: Two selectors are compared on a sample request with this number of positions. The first half of
@@ -54,7 +54,7 @@ class ProbeFields(TypedDict):
 
 
 class ProbeWarning(UserWarning):
-    """A request uses a probe on tokens or a chat template outside the training data."""
+    """A request uses a probe on tokens or a chat template that were not in the training data."""
 
 
 def doubts(
@@ -64,7 +64,8 @@ def doubts(
 
     Args:
         name: the probe's name, for the messages.
-        pooling, fitted: the tokens and the template of the training data. None: not compared.
+        pooling, fitted: the tokens and the template of the training data. A value of None is not
+            compared.
         tokens, template: the tokens and the template of the request.
     """
     found = []
@@ -72,19 +73,22 @@ def doubts(
         shown_tokens = parse_selector(tokens, "tokens").to_json()
         found.append(
             f"the probe {name!r} was fitted to rows of {pooling!r} and is served on "
-            f"tokens={shown(shown_tokens)}; on other tokens its scores may mean nothing: fit it to "
-            "rows of the tokens that it scores, and check it on held-out ones."
+            f"tokens={shown(shown_tokens)}; on other tokens a probe's scores may mean "
+            "nothing: fit the probe to rows of the tokens that it scores, and check it on held-out "
+            "rows."
         )
     if fitted is not None and template is not None and not _same_template(fitted, template):
         found.append(
             f"the probe {name!r} was fitted to {_said(fitted)} and is served on {_said(template)}; "
-            "there its scores may mean nothing: fit it to prompts of the form that it scores."
+            "on such prompts its scores may mean nothing: fit it to prompts of the form that it "
+            "scores."
         )
     return found
 
 
 def _covers(pooling: str, tokens: object) -> bool:
-    """True if `pooling` selects all tokens of `tokens`. False for a mean of rows."""
+    """True if `pooling` selects all tokens that `tokens` selects. False if `pooling` is a mean of
+    rows."""
     if pooling not in WORDS:
         return False
     sample = Tokens(
@@ -108,7 +112,8 @@ def _said(template: str) -> str:
 
 
 def checked_template(template: object) -> str | None:
-    """The template. Raises SpecError if it is not None, "none", "chat" or a digest."""
+    """Return the template. Raises SpecError if the template is not None, "none", "chat" or a
+    digest."""
     if template is None or template in (RAW, CHAT):
         return None if template is None else str(template)
     if not isinstance(template, str) or not _DIGEST.fullmatch(template):
@@ -120,7 +125,7 @@ def checked_template(template: object) -> str | None:
 
 
 def probe_path(path: str | Path) -> Path:
-    """The path as a Path. Raises SpecError if the path does not end in .safetensors."""
+    """Convert the path to a Path. Raises SpecError if the path does not end in .safetensors."""
     path = Path(path)
     if path.suffix != ".safetensors":
         raise SpecError(f"{path} ends in {path.suffix!r}; a probe's file ends in .safetensors.")
@@ -128,7 +133,8 @@ def probe_path(path: str | Path) -> Path:
 
 
 def read_weights(path: Path) -> tuple[NDArray[np.float32], float]:
-    """The weight, float32 [hidden_size], and the bias, for rows of the raw stream.
+    """Read the weight, float32 [hidden_size], and the bias. The weight and the bias are for rows
+    that no scaler has changed.
 
     Raises:
         SpecError: the file is too large or malformed.
@@ -139,7 +145,7 @@ def read_weights(path: Path) -> tuple[NDArray[np.float32], float]:
     if not needed <= set(arrays) <= known or ("mean" in arrays) != ("scale" in arrays):
         raise SpecError(
             f"{path} has {shown(sorted(arrays))}; a probe's tensors are weight and bias, and "
-            "mean and scale where a scaler comes first."
+            "mean and scale if there is a scaler."
         )
     weight = as_vector(arrays["weight"], "weight")
     if arrays["bias"].size != 1:
@@ -157,7 +163,7 @@ def read_weights(path: Path) -> tuple[NDArray[np.float32], float]:
 
 
 def read_place(path: Path) -> ProbeFields:
-    """The fields of NAME.json: site, layer, and the optional fields in the file.
+    """Read the fields of NAME.json: `site`, `layer`, and the optional fields that are in the file.
 
     Raises:
         SpecError: the file is too large or malformed, or a field is missing or unknown.
@@ -184,7 +190,7 @@ def read_place(path: Path) -> ProbeFields:
     calibration = body.get("calibration")
     if calibration is not None:
         if set(calibration) != {"slope", "offset"}:
-            raise SpecError(f"calibration is {shown(calibration)}; it has slope and offset.")
+            raise SpecError(f"calibration is {shown(calibration)}; it must have slope and offset.")
         for name, value in calibration.items():
             finite(value, name)
     body["site"], body["layer"] = as_stream((body["site"], body["layer"]))
@@ -192,7 +198,7 @@ def read_place(path: Path) -> ProbeFields:
 
 
 def finite(value: object, name: str) -> float:
-    """The value as a float. Raises SpecError if the value is not a finite number."""
+    """Return the value as a float. Raises SpecError if the value is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise SpecError(f"{name} is {shown(value)}; it must be a number.")
     try:
@@ -207,17 +213,18 @@ def finite(value: object, name: str) -> float:
 def fold_tensors(
     weight: np.ndarray, bias: float, tensors: Mapping[str, object]
 ) -> tuple[NDArray[np.float64], float]:
-    """`fold` with `mean` and `scale` from `tensors`. Raises SpecError if the sizes do not fit, or
-    if `scale` is not above 0."""
+    """Call `fold` with `mean` and `scale` from `tensors`. Raises SpecError if the sizes do not fit,
+    or if `scale` is not above 0."""
     mean, scale = (as_vector(tensors[name], name) for name in ("mean", "scale"))
     if not len(mean) == len(scale) == len(weight) or not (scale > 0).all():
-        raise SpecError(f"mean and scale are of {len(weight)} values, scale above 0.")
+        raise SpecError(f"mean and scale must have {len(weight)} values, and scale values above 0.")
     return fold(weight, bias, mean, scale)
 
 
 def fold(
     weight: np.ndarray, bias: float, mean: np.ndarray, scale: np.ndarray
 ) -> tuple[NDArray[np.float64], float]:
-    """(folded, folded_bias): x . folded + folded_bias = ((x - mean) / scale) . weight + bias."""
+    """Returns (folded, folded_bias), with x . folded + folded_bias = ((x - mean) / scale) . weight
+    + bias."""
     folded = np.asarray(weight, np.float64) / scale
     return folded, bias - float(folded @ np.asarray(mean, np.float64))

@@ -1,11 +1,12 @@
 """Weights of a probe from other libraries: scikit-learn, torch, safetensors.
 
-Owns:  `from_state_dict`, `from_safetensors`. Callers import `from_sklearn` from this module too.
+Owns:  `from_state_dict`, `from_safetensors`. Callers import `from_sklearn` from probe_weights too.
 Runs:  anywhere, with numpy. Does not import torch. Only `from_sklearn` imports scikit-learn.
 From:  layers, estimators.   To: request.actions.Probe.
 
 Promise: no pickle is read. A probe with these weights computes the same score as the estimator or
-the module. If a tensor cannot be part of a probe, an error is raised.
+the torch module from which the weights come. If a tensor cannot be part of a probe, an error is
+raised.
 
     found = from_sklearn(make_pipeline(StandardScaler(), LogisticRegression()).fit(rows, labels))
     Probe(found.weight, bias=found.bias, activation=found.activation, layer=5, name="mood")
@@ -32,7 +33,7 @@ from vllm_scope.vectors.probe_files import finite, fold_tensors, probe_path
 
 Kind = Literal["linear", "mlp", "attention"]
 KINDS = ("linear", "mlp", "attention")
-#: Names of the query and the value of an attention probe, in the order of search.
+#: The possible names of the query and the value of an attention probe, in the order of the search.
 QUERY_AND_VALUE = (("query", "value"), ("q", "v"))
 #: Names of the tensors of a scaler before a linear probe.
 SCALER = ("mean", "scale")
@@ -45,23 +46,27 @@ def from_state_dict(
     hidden: Hidden = "relu",
     names: Sequence[str] | None = None,
 ) -> ProbeWeights:
-    """The weights of a torch module. `activation` is None, because the tensors do not show it.
+    """The weights of a torch module. `activation` is None, because the tensors do not show an
+    activation.
 
     Args:
-        state: a module's `state_dict()`, or arrays with the same names. Any float dtype and device.
-        kind: "linear": one torch.nn.Linear with one output. The state can also have `mean` and
-            `scale` of a scaler before the layer. "mlp": the torch.nn.Linear layers of a
-            torch.nn.Sequential. "attention": query and value. Each is a torch.nn.Linear or a
-            parameter, [num_heads, width] or [width]. The state can also have `bias`, which is added
-            to the score. A bias of the query has no effect. If the module scales its logits, the
-            caller must multiply the query by the scale.
-        hidden: the function between the layers of an mlp.
-        names: the names of the layers in order, or of the query and the value. None is allowed in
-            three cases: there is only one layer; the layers' names differ only in a number, such as
-            `net.0` and `net.2`; or the names are `query` and `value`, or `q` and `v`.
+        state: a module's `state_dict()`, or arrays with the same names. The tensors can have any
+            float dtype and device.
+        kind: the kind of probe. For "linear", the state has one torch.nn.Linear with one output,
+            and maybe `mean` and `scale` of a scaler before the layer. For "mlp", the state has the
+            torch.nn.Linear layers of a torch.nn.Sequential. For "attention", the state has a query
+            and a value, and maybe `bias`, which is added to the score. The query and the value are
+            each a torch.nn.Linear or a parameter, [num_heads, width] or [width]. A bias of the
+            query has no effect. If the module scales its logits, the caller must multiply the query
+            by the scale.
+        hidden: the function between the layers, if `kind` is "mlp".
+        names: the names of the layers in order, or the names of the query and the value. `names`
+            can be None if there is only one layer, if the layers' names differ only in a number,
+            such as `net.0` and `net.2`, or if the names are `query` and `value`, or `q` and `v`.
 
     Raises:
-        SpecError: a tensor is missing or has a wrong shape, or `kind` does not use the tensor.
+        SpecError: a tensor is missing or has a wrong shape, or the state has a tensor that `kind`
+            does not use.
     """
     if kind not in KINDS:
         raise SpecError(f"kind is {shown(kind)}; it must be one of {', '.join(KINDS)}.")
@@ -71,8 +76,8 @@ def from_state_dict(
     allowed = {"linear": (1,), "mlp": (2, 3), "attention": (2,)}[kind]
     if len(found) not in allowed:
         raise SpecError(
-            f"the layers are {shown(found)}; kind={kind!r} has {' or '.join(map(str, allowed))} of "
-            f"them. The state has {_listed(state)}."
+            f"the layers are {shown(found)}; kind={kind!r} has {' or '.join(map(str, allowed))} "
+            f"layers. The state has {_listed(state)}."
         )
     rest = dict(state)
     layers = [_taken(rest, name) for name in found]
@@ -97,14 +102,14 @@ def from_safetensors(
     hidden: Hidden = "relu",
     names: Sequence[str] | None = None,
 ) -> ProbeWeights:
-    """The weights from a .safetensors file with the tensors that `from_state_dict` takes.
+    """Read the weights from a .safetensors file with the tensors that `from_state_dict` takes.
 
     Args:
         path: the file, of at most `containers.MAX_BYTES` bytes.
-        kind, hidden, names: as for `from_state_dict`.
+        kind, hidden, names: the arguments of `from_state_dict`.
 
     Raises:
-        SpecError: the file is too large or malformed. Other reasons as in `from_state_dict`.
+        SpecError: the file is too large or malformed, or `from_state_dict` refuses the tensors.
         OSError: the file cannot be read.
     """
     path = probe_path(path)
@@ -122,8 +127,8 @@ def _names_of(state: Mapping[str, object], kind: str) -> Sequence[str]:
             if all(name in state or f"{name}.weight" in state for name in pair):
                 return pair
         raise SpecError(
-            f"the state has {_listed(state)}; call the query and the value with "
-            "names=(query, value), unless they are query and value, or q and v."
+            f"the state has {_listed(state)}; name the query and the value with "
+            "names=(query, value), unless their names are query and value, or q and v."
         )
     found = [
         key.removesuffix("weight").removesuffix(".")
@@ -139,7 +144,8 @@ def _names_of(state: Mapping[str, object], kind: str) -> Sequence[str]:
 
 
 def _taken(rest: dict[str, object], name: str) -> tuple[Floats, Floats]:
-    """Remove weight and bias of a layer from `rest`, and return both. A missing bias is zero."""
+    """Remove the weight and the bias of a layer from `rest`, and return both. If there is no bias,
+    the bias that is returned is zero."""
     prefix = f"{name}." if name else ""
     key = name if name in rest else f"{prefix}weight"
     if key not in rest:
@@ -152,7 +158,8 @@ def _taken(rest: dict[str, object], name: str) -> tuple[Floats, Floats]:
 
 
 def _numbers(value: object, name: str) -> Floats:
-    """The numbers of a tensor, [1] for a scalar. Raises SpecError if not finite in float32."""
+    """The numbers of a tensor as float64. A scalar becomes an array [1]. Raises SpecError if a
+    number is not finite in float32."""
     if getattr(value, "shape", None) == ():
         return np.array([number(value, name)])
     return Array.parse(value, name).numpy.astype(np.float64)
@@ -170,13 +177,15 @@ def _linear(layer: tuple[Floats, Floats], scaler: dict[str, object]) -> ProbeWei
 
 
 def _pool(layers: Layers, bias: Floats) -> ProbeWeights:
-    # A bias of the query adds the same number to the logits of all positions. Therefore the softmax
-    # does not change. The weights of an average sum to 1. Therefore the value's bias is added.
+    # A bias of the query has no effect, because it adds the same number to the logits of all
+    # positions, and a softmax then does not change. The bias of the value is added to the score,
+    # because the weights of the softmax sum to 1.
     (query, _), (value, of_value) = layers
     if bias.size != 1 or of_value.shape != np.atleast_2d(value).shape[:1]:
         raise SpecError(
-            f"the bias has shape {bias.shape} and that of the value {of_value.shape}; they must "
-            "be one number, and one for each head."
+            f"the bias has shape {bias.shape} and the bias of the value has shape "
+            f"{of_value.shape}; the bias must be one number, the bias of the value one number for "
+            "each head."
         )
     return ProbeWeights(AttentionPool(query, value), finite(of_value.sum() + bias.sum(), "bias"))
 

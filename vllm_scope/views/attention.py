@@ -1,7 +1,8 @@
-"""The attention pattern of each head: the weights with which tokens attend to earlier tokens.
+"""A picture of attention patterns, which are the weights with which tokens attend to earlier
+tokens.
 
 Owns:  `attention_map`.
-From:  a result's rows of q and k, or weights. To: a notebook, a file.
+From:  a result with rows of q and k, or weights. To: a notebook, a file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from vllm_scope.views.parts import Part, cell, choice, colour, grid, legend
 if TYPE_CHECKING:
     from vllm_scope.results.result import ScopeResult
 
-#: The largest number of cells of a view. Then the page has at most about 10 MB.
+#: The largest number of cells of a view. A page with this number of cells has about 10 MB.
 MOST_CELLS = 262_144
 
 
@@ -34,13 +35,13 @@ def attention_map(
     """A picture of the attention patterns of some heads. The reader chooses one head.
 
     Args:
-        found: a result with the rows of `q` and `k` that
-            `vllm_scope.analysis.attention.attention_pattern` needs; the queries are the positions
-            of the rows of `q`. Or weights, [num_heads, num_queries, num_keys] on the CPU; the
-            queries are the last num_queries positions.
-        layer: a layer of the result. None for weights.
-        heads: the heads to show. None: all.
-        tokens: the text of each token of prompt and answer, from position 0.
+        found: a result or weights. A result must have the rows of `q` and `k` that
+            `vllm_scope.analysis.attention.attention_pattern` needs, and its queries are the
+            positions of the rows of `q`. Weights are [num_heads, num_queries, num_keys] on the CPU,
+            and their queries are the last num_queries positions.
+        layer: a layer of the result. None if `found` is weights.
+        heads: the heads to show. If None, all heads are shown.
+        tokens: the text of each token of the prompt and the answer, from position 0.
 
     Raises:
         KeyError: the result has no rows of q and k of this layer.
@@ -50,7 +51,7 @@ def attention_map(
     """
     of_result = hasattr(found, "keys") and hasattr(found, "positions")
     if of_result and layer is None:
-        raise SpecError("layer is None; name one whose q and k the result has.")
+        raise SpecError("layer is None; name a layer whose q and k the result has.")
     given = None if of_result else _weights(found)
     num_heads, queries = _shape_of(found, layer) if given is None else _last(given)
     num_keys = queries[-1] + 1 if queries else 0
@@ -88,7 +89,7 @@ def _head(
 
 
 def _shape_of(result: Any, layer: int | None) -> tuple[int, list[int]]:
-    """(number of heads, positions of the queries)"""
+    """Returns the number of heads, and the positions of the queries."""
     return result["q", layer].shape[1], result.positions("q", layer).tolist()
 
 
@@ -107,13 +108,13 @@ def _pattern(result: Any, layer: Any, heads: list[int]) -> NDArray[np.float32]:
 def _weights(found: Any) -> NDArray[np.float32]:
     try:
         weights = np.asarray(found, np.float32)
-    except (TypeError, ValueError, RuntimeError):  # ragged lists, other objects, a GPU's tensor
+    except (TypeError, ValueError, RuntimeError):  # e.g. a ragged list or a GPU's tensor
         raise SpecError(
             f"found is {shown(found)}; it must be a result with q and k, or weights on the CPU."
         ) from None
     if weights.ndim != 3 or 0 in weights.shape or weights.shape[1] > weights.shape[2]:
         raise SpecError(
             f"weights have the shape {list(weights.shape)}; it must be [heads, queries, keys], "
-            "with no more queries than keys."
+            "and there cannot be more queries than keys."
         )
     return weights

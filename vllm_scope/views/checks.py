@@ -1,4 +1,4 @@
-"""Checks the arguments of views. Each error is one sentence.
+"""Checks the arguments of functions that make views. Each error message is one sentence.
 
 Owns:  `expect`, `words_of`, `whole_of`, `texts_of`, `labels_of`, `numbers_of`, `decoder_of`.
 To:    all views; analysis.
@@ -14,19 +14,20 @@ from vllm_scope.errors import SpecError, shown
 
 
 def expect(is_so: bool, name: str, value: object, allowed: str) -> None:
-    """Raise SpecError if `is_so` is False. The message has the value, and the allowed values."""
+    """Raise SpecError if `is_so` is False. The message contains the value and a description of the
+    allowed values."""
     if not is_so:
         raise SpecError(f"{name} is {shown(value)}; it must be {allowed}.")
 
 
 def words_of(value: str, name: str) -> str:
-    """The value unchanged. Raises SpecError if the value is not a text."""
+    """Return the value unchanged. Raises SpecError if the value is not a text."""
     expect(isinstance(value, str), name, value, "a text")
     return value
 
 
 def whole_of(value: SupportsIndex, name: str) -> int:
-    """The value as an int. Raises SpecError if the value is not a whole number."""
+    """Return the value as an int. Raises SpecError if the value is not a whole number."""
     try:
         found = None if isinstance(value, bool) else index(value)
     except TypeError:
@@ -37,7 +38,7 @@ def whole_of(value: SupportsIndex, name: str) -> int:
 
 
 def decoder_of(tokenizer: Any) -> Callable[[int], str] | None:
-    """A function from a token id to the token's text. None if `tokenizer` is None.
+    """A function that returns the text of a token id, or None if `tokenizer` is None.
 
     Raises:
         SpecError: the tokenizer has no `decode`.
@@ -45,14 +46,14 @@ def decoder_of(tokenizer: Any) -> Callable[[int], str] | None:
     if tokenizer is None:
         return None
     decode = getattr(tokenizer, "decode", None)
-    # bytes also have a `decode`
+    # An object of type bytes also has a `decode`.
     is_one = callable(decode) and not isinstance(tokenizer, str | bytes | type)
-    expect(is_one, "tokenizer", tokenizer, "one with `decode`, such as llm.get_tokenizer()")
+    expect(is_one, "tokenizer", tokenizer, "an object with `decode`, such as llm.get_tokenizer()")
     return lambda token: str(tokenizer.decode([token]))
 
 
 def texts_of(value: Sequence[str] | None, name: str) -> tuple[str, ...]:
-    """The texts of a list; () for None. Raises SpecError if an item is not a text."""
+    """The texts of a list, or () if `value` is None. Raises SpecError if an item is not a text."""
     given = () if value is None else _items(value)
     found = () if given is None else tuple(given)
     is_so = given is not None and all(isinstance(one, str) for one in found)
@@ -61,7 +62,7 @@ def texts_of(value: Sequence[str] | None, name: str) -> tuple[str, ...]:
 
 
 def _items(value: object) -> list[Any] | None:
-    """The items of a list or of another iterable object. None for a text and for other values."""
+    """The items of an iterable object. None for a text, and for an object that is not iterable."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         return None
     try:
@@ -71,12 +72,13 @@ def _items(value: object) -> list[Any] | None:
 
 
 def labels_of(value: Mapping[int, str] | None) -> Mapping[int, str]:
-    """The labels: a feature's number -> text. Empty for None. Raises SpecError for other values."""
+    """The labels of features, by the feature's number. None means no labels. Raises SpecError if
+    `value` is not a mapping from numbers to texts."""
     is_so = value is None or (
         isinstance(value, Mapping)
         and all(isinstance(i, int) and isinstance(label, str) for i, label in value.items())
     )
-    expect(is_so, "labels", value, "number -> text, such as {7: 'capitals'}")
+    expect(is_so, "labels", value, "a dict of texts by number, such as {7: 'capitals'}")
     return value or {}
 
 
@@ -86,7 +88,7 @@ def numbers_of(
     """The whole numbers of a list.
 
     Args:
-        there: the allowed numbers. None: any number.
+        there: the allowed numbers. If None, every number is allowed.
         of: a description of the allowed numbers, such as "the layer has heads 0 to 3".
 
     Raises:

@@ -1,11 +1,11 @@
-"""The base of all views: how a notebook and a file show the parts.
+"""The base class of all views, which shows the parts of a view in a notebook and in a file.
 
-Owns:  View; Picture, a view of given parts; `live_page`, a page that draws a server's data.
+Owns:  View, Picture (a view of given parts), `live_page` (a page that draws a server's data).
 To:    every view; server.pages.
 
-Promise: a saved page has no address, and only the script scope.js. The page's policy allows this
-script by its hash. The policy forbids all other scripts and all loads. A live page also has
-live.js, and can send requests only to its own server.
+Promise: a saved page contains no address, and scope.js is its only script. The page's content
+security policy allows only the script with the hash of this script, and forbids all loads from
+addresses. A live page also contains live.js, and can send requests only to its own server.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _PAGE: Final = """<!doctype html>
 
 @cache
 def _script(live: bool) -> tuple[str, str]:
-    """The script of a page, and the base64 of its SHA-256."""
+    """The script of a page, and the base64 of the script's SHA-256."""
     modules = [MODULE, LIVE] if live else [MODULE]
     texts = [path.read_text(encoding="utf-8") for path in modules]
     script = "\n".join(["", *texts, "drawLivePage();\n" if live else "drawPage();\n"])
@@ -62,7 +62,7 @@ def _script(live: bool) -> tuple[str, str]:
 
 def _page(title: str, data: Mapping[str, object], live: bool = False) -> str:
     """The HTML of a page that draws the data."""
-    # Each "<" is escaped. Then the data cannot end the script element.
+    # Each "<" is escaped, so that the data cannot end the script element.
     text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     return _PAGE.format(
         title=escape(visible(title)), style=STYLE.read_text(encoding="utf-8"), data=text,
@@ -84,12 +84,12 @@ def live_page(
     asks the reader for the API key and the operator's key. The HTML contains no data.
 
     Args:
-        address: the address of the data, relative to the page.
-        every_s: seconds between an answer and the next request.
+        address: the address of the data, relative to the address of the page.
+        every_s: the seconds between an answer of the server and the next request.
         timeout_s: the timeout of a request in seconds.
 
     Returns:
-        The HTML, and the HTTP headers of the answer.
+        The HTML, and the HTTP headers of the answer that sends the HTML.
     """
     headers = {
         "Content-Security-Policy": f"{_policy(live=True)}; frame-ancestors 'none'",
@@ -124,7 +124,8 @@ class View(ABC):
 
     def widget(self) -> ScopeWidget:
         """The view as a notebook's widget, with keyboard control and choice lists. The widget's
-        `.show(view)` replaces the view by another, such as the same answer with more tokens.
+        `.show(view)` replaces the view by another view, such as a view of the same answer with more
+        tokens.
 
         Raises:
             ConfigError: anywidget is not installed.
@@ -151,7 +152,7 @@ class View(ABC):
 
 @dataclass(frozen=True, repr=False)
 class Picture(View):
-    """A view with given parts."""
+    """A view that consists only of the parts that the caller gave."""
 
     title: str
     content: Sequence[Part]

@@ -22,7 +22,8 @@ from vllm_scope.views.document import View
 from vllm_scope.views.parts import Part, bar, bars, legend, section, text
 from vllm_scope.views.strip import TokenStrip
 
-#: Default limits: the number of features without a label, and of tokens for each feature.
+#: The default limits of the number of features without a label, and of the number of tokens for
+#: each feature.
 MOST_FEATURES, MOST_TOKENS = 100, 8
 _LEGEND = legend(
     "0", "the feature's largest value", "the middle of the colours is 0",
@@ -37,9 +38,9 @@ class _Feature:
     """The numbers and texts of one feature on a page.
 
     Attributes:
-    strips: the strongest tokens in context.
-    usual: the most frequent text among the strongest tokens, the number of strongest tokens
-    with this text, and the number of all strongest tokens.
+        strips: the strongest tokens with their context.
+        usual: the most frequent text among the strongest tokens, the number of strongest tokens
+            with this text, and the number of all strongest tokens.
     """
 
     index: int
@@ -82,10 +83,11 @@ def feature_page(
     """A page of features. `.save(path)` writes the page to a file.
 
     Args:
-        decode: returns the text of a token id, such as `lambda i: tokenizer.decode([i])`.
-        features: numbers of the features, in the order of the page. None: all features with a
-            label, then the 100 most frequently active features.
-        labels: number of a feature -> a short description.
+        decode: a function that returns the text of a token id, such as `lambda i:
+            tokenizer.decode([i])`.
+        features: the numbers of the features, in the order of the page. If None, the page shows all
+            features with a label, then the 100 most frequently active features.
+        labels: short descriptions of features, by the number of the feature.
         strongest: the largest number of tokens to show for each feature.
         title, intro: plain text. `intro` is a list of paragraphs.
 
@@ -94,7 +96,7 @@ def feature_page(
     """
     expect(
         isinstance(found, MaxActivating), "found", found,
-        "a MaxActivating, such as load_max_activating(path) returns",
+        "a MaxActivating, such as the result of load_max_activating(path)",
     )  # fmt: skip
     words_of(title, "title")
     expect(callable(decode), "decode", decode, "a function, such as lambda i: decode([i])")
@@ -116,7 +118,7 @@ def feature_page(
     if found.num_full:
         facts += (
             f" At {found.num_full:,} tokens the request's top_k features were all active: unless "
-            "the SAE is a TopK SAE, weaker features may be missing there."
+            "the SAE is a TopK SAE, weaker features may be missing at these tokens."
         )
     texts: dict[int, str] = {}
     some = [_feature(found, i, labels.get(i, ""), strongest, decode, texts) for i in features]

@@ -45,8 +45,8 @@ class HarvestPage(View):
             heading("Rows"),
             text(
                 "An outlier is a value of more than 6 times the root mean square of its row. "
-                "Variances are of one dimension over all rows. Rows with NaN or infinity are in no "
-                "other figure."
+                "A variance is that of one dimension over all rows. Rows with NaN or infinity are "
+                "in no other column."
             ),
             _table(_STREAM, streams),
             heading("Settings"),

@@ -1,4 +1,4 @@
-"""The heat map: a grid of numbers, with a colour for each cell.
+"""The heat map, which is a grid of numbers with a colour for each cell.
 
 Owns:  HeatMap.
 From:  sweeps.table.   To: a notebook, a file.
@@ -23,7 +23,7 @@ class HeatMap(View):
     """A grid of numbers in colour.
 
     Attributes:
-        values: float64 [num_rows, num_columns]. NaN: the cell is empty.
+        values: float64 [num_rows, num_columns]. If a value is NaN, the cell is empty.
         rows, columns: the name of each row and of each column.
         titles: the title of the rows, and the title of the columns.
         middle: the number at the middle of the colour scale.
@@ -39,13 +39,13 @@ class HeatMap(View):
 
     @property
     def spread(self) -> float:
-        """The largest distance of a number from the middle: the strongest colour."""
+        """The largest distance of a number from the middle, which has the strongest colour."""
         finite = self.values[np.isfinite(self.values)]
         return float(np.abs(finite - self.middle).max(initial=0)) or 1.0
 
     def parts(self) -> list[Part]:
         low, high = f"{self.middle - self.spread:.3g}", f"{self.middle + self.spread:.3g}"
-        note = f"the middle, {self.middle:.4g}, is without an edit"
+        note = f"the middle, {self.middle:.4g}, is the value without an edit"
         cells = [[self._cell(value) for value in row] for row in self.values.tolist()]
         return [
             legend(low, high, note),

@@ -1,4 +1,4 @@
-"""The operator's page: the findings of each monitor, and the plugin's state.
+"""The operator's page, which shows the findings of each monitor and the plugin's state.
 
 Owns:  `monitor_page`.
 From:  control.activity. To: server.pages, cli.monitor, a notebook.
@@ -15,9 +15,9 @@ from vllm_scope.views.checks import expect, words_of
 from vllm_scope.views.document import Picture
 from vllm_scope.views.parts import Part, bar, bars, cell, grid, heading, section, text
 
-#: The number of monitors that are open at the start.
+#: The number of monitors whose sections are open at the start.
 _MOST_OPEN = 4
-#: In the histogram of requests: the seconds of one bar, and the number of bars.
+#: The number of seconds of one bar in the histogram of requests, and the number of bars.
 _BAR_S, _NUM_BARS = 2 * SLICE_S, 60
 _COUNTERS = {
     "rows": "rows", "bytes": "bytes", "drops": "rows dropped", "errors": "errors",
@@ -37,10 +37,10 @@ def monitor_page(activity: Activity, title: str = "Monitors") -> Picture:
         SpecError: `activity` is not an Activity, or the title is not a text.
     """
     is_activity = isinstance(activity, Activity)
-    expect(is_activity, "activity", activity, "an Activity, such as ScopeClient.activity() returns")
+    expect(is_activity, "activity", activity, "an Activity, such as from ScopeClient.activity()")
     words_of(title, "title")
     found, state = activity.monitors, activity.state
-    facts = "A monitor's counts begin when it is set, and begin again when it is changed."
+    facts = "A monitor's counts begin when the monitor is set, and begin again when it is changed."
     if not found:
         facts = "There are no monitors now."
     content = [text(f"{_date(activity.at_s)}. {facts}"), *([_overview(activity)] if found else [])]
@@ -74,7 +74,9 @@ def _overview(activity: Activity) -> Part:
             one.action, f"{one.threshold:g}", f"{one.requests:,}", f"{one.verdicts:,}",
             share(one), f"{requests_s:.3g}", f"{verdicts_s:.3g}", *told,
         ])  # fmt: skip
-    caption = "Rates are of the last minute. What became of verdicts for a webhook is on the right"
+    caption = (
+        "Rates are of the last minute. On the right are the outcomes of verdicts for a webhook"
+    )
     return _table(activity.monitors, ("monitor", ""), columns, cells, caption)
 
 
@@ -84,7 +86,8 @@ def share(one: Found) -> str:
 
 
 def place(one: Found) -> str:
-    """The site and the layers of a monitor, and the monitor in its field `after`, as text."""
+    """The site and the layers of a monitor, and the monitor that the field `after` names, as
+    text."""
     told = " ".join([one.site, ", ".join(map(str, one.layers))]).strip()
     return told if one.after is None else f"{told}, after {one.after}"
 
@@ -127,9 +130,9 @@ def _scores(one: Found) -> Part:
         f"{one.threshold:g}"
     )
     low, high = (one.threshold + i * histogram.width for i in (first, last + 1))
-    caption = f"{said}, which is the line. The bars go from {low:.6g} to {high:.6g}."
+    caption = f"{said}, which the line marks. The bars go from {low:.6g} to {high:.6g}."
     if one.not_finite:
-        caption += f" The value of {one.not_finite:,} more is not finite."
+        caption += f" The value of {one.not_finite:,} more requests is not finite."
     return bars(each, said, caption, (-first, f"threshold {one.threshold:g}"))
 
 
@@ -153,7 +156,7 @@ def _requests(one: Found, now_s: float) -> Part:
         )
         each.append(bar(requests / most, told, verdicts / requests if requests else 0.0))
     said = f"Requests that ended in the last ten minutes, {_BAR_S} s a bar"
-    caption = f"{said}; the lower part is those with a verdict. The highest bar has {most:,}."
+    caption = f"{said}; the lower part shows requests with a verdict. The highest bar has {most:,}."
     return bars(each, said, caption)
 
 
@@ -172,7 +175,7 @@ def _recent(one: Found) -> Part:
 
 
 def mib(num_bytes: float, most: float | None = None) -> str:
-    """A number of bytes in MiB, and the limit `most` if given, as text."""
+    """A number of bytes in MiB as text, and the limit `most` if `most` is given."""
     told = f"{num_bytes / 2**20:,.1f}"
     return f"{told} MiB" if most is None else f"{told} of {most / 2**20:,.1f} MiB"
 
@@ -193,7 +196,7 @@ def _state(state: State) -> Part:
     for i, ring in enumerate(state.rings):
         told = f"{fill(ring)}, {mib(ring.used_bytes, ring.num_bytes)}, "
         rows[f"ring of worker {i}"] = told + f"waited {ring.wait_ms:,.0f} ms"
-    caption = "What waits and is held is of the API server process that was asked"
+    caption = "Waiting requests and held bytes are of the API server process that answered"
     return _table(rows, ("", ""), ["now"], [[told] for told in rows.values()], caption, "words")
 
 
@@ -204,5 +207,5 @@ def _sinks(state: State) -> list[Part]:
         [f"{counters[name]:,.0f}" if name in counters else "" for name in _COUNTERS]
         for counters in state.sinks.values()
     ]
-    caption = "Sinks since the start; captures beyond a key's quota are dropped rows"
+    caption = "Sinks since the start; rows beyond an API key's quota count as dropped"
     return [_table(state.sinks, ("sink", ""), list(_COUNTERS.values()), cells, caption)]

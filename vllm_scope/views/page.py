@@ -1,4 +1,4 @@
-"""A page of token strips with one legend. A colour means the same score in each strip.
+"""A page of token strips with one legend. A colour means the same score in all strips of the page.
 
 Owns:  TokenPage.
 From:  strip.   To: a file, a notebook.
@@ -48,7 +48,7 @@ def token_page(
 
     Args:
         title, intro: plain text. `intro` is a list of paragraphs.
-        strips: a list of strips, or a mapping: heading -> the strips below the heading.
+        strips: a list of strips, or a mapping from each heading to the strips below the heading.
 
     Raises:
         SpecError: `strips` is empty, an item or the title has a wrong type, or the thresholds
@@ -59,7 +59,9 @@ def token_page(
     for heading, group in groups.items():
         is_list = isinstance(heading, str) and isinstance(group, Sequence)
         is_so = is_list and all(isinstance(one, TokenStrip) for one in group)
-        expect(is_so, "strips", strips, "a list of what token_strip returns, or heading -> list")
+        expect(
+            is_so, "strips", strips, "a list of token strips, or a dict of such lists by heading"
+        )
     thresholds = {strip.threshold for group in groups.values() for strip in group}
     if len(thresholds) != 1:
         raise SpecError(

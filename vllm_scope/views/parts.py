@@ -4,7 +4,8 @@ Owns:  the fields of each kind of part, and `visible`.
 To:    every view; static.py and scope.js.
 
 Promise: a part never contains NaN, infinity, or a control character other than the newline. Python
-makes all shown texts and numbers. Therefore scope.js and static.py show the same content.
+code makes all texts and numbers that are shown. Therefore scope.js and static.py show the same
+content.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ Part = dict[str, Any]
 
 
 def visible(text: str) -> str:
-    """The text, with a visible sign for each character that is not printable, such as `⏎` or
-    `\\u202e`.
+    """The text with a visible sign, such as `⏎`, for each character that is not printable.
 
-    After each `⏎` there is still a line break. An empty text becomes `∅`.
+    A line break follows each `⏎`. An empty text becomes `∅`.
     """
     shown = (c if c.isprintable() else "⏎\n" if c == "\n" else _escaped(c) for c in text)
     return "".join(shown) or "∅"
@@ -37,7 +37,8 @@ def _escaped(character: str) -> str:
 
 
 def colour(value: float, middle: float, spread: float) -> float | None:
-    """The place of a value on the colour scale, -1 (low) to 1 (high). None for NaN.
+    """The place of a value on the colour scale from -1 (low) to 1 (high). For NaN, the place is
+    None.
 
     Args:
         spread: the distance from the middle at which the colour is strongest.
@@ -58,12 +59,12 @@ def legend(
     low: str, high: str, note: str, marks: Iterable[tuple[str, tuple[str, ...]]] = (),
     up: bool = False,
 ) -> Part:  # fmt: skip
-    """A legend: the meaning of colours and marks.
+    """A legend, which explains colours and marks.
 
     Args:
-        low, high: the ends of the scale.
-        marks: pairs: a text, and the marks that the text explains.
-        up: True if the scale has no low side, and begins at the colour of the middle.
+        low, high: the texts at the ends of the scale.
+        marks: pairs of a text and the marks that the text explains.
+        up: True if the scale has only a high side, and begins at the colour of the middle.
     """
     shown = [{"text": line(words), "marks": list(names)} for words, names in marks]
     return {"kind": "legend", "low": low, "high": high, "note": note, "marks": shown, "up": up}
@@ -73,9 +74,9 @@ def item(words: str, part: float | None, said: str, marks: Iterable[str] = ()) -
     """A token of a strip.
 
     Args:
-        part: the token's colour, -1 to 1. None: no colour.
+        part: the token's place on the colour scale from -1 to 1. None if the token has no colour.
         said: the token's numbers, as text.
-        marks: names of the token's marks: "above", "unscored", "verdict", "differs".
+        marks: the names of the token's marks, such as "above", "unscored", "verdict" and "differs".
     """
     return {"text": visible(words), "part": part, "said": line(said), "marks": list(marks)}
 
@@ -88,7 +89,8 @@ def cell(words: str, part: float | None = None, more: Iterable[tuple[str, float]
     """A cell of a grid.
 
     Args:
-        more: lines that a chosen cell shows: pairs of text and bar length, 0 to 1.
+        more: the lines that the view shows if the reader chooses the cell. A line is a pair of a
+            text and the length of a bar, from 0 to 1.
     """
     lines = [{"text": line(told), "part": round(length, 3)} for told, length in more]
     return {"text": line(words), "part": part} | ({"more": lines} if lines else {})
@@ -114,7 +116,8 @@ def grid(
 
 
 def section(title: str, name: str, facts: str, parts: Sequence[Part], id: str, open: bool) -> Part:
-    """A section that the reader can open and close: a line of facts, and parts below the line."""
+    """A section that the reader can open and close. A section has a line of facts, and parts below
+    this line."""
     return {
         "kind": "section", "title": line(title), "name": line(name) if name else "",
         "facts": line(facts), "parts": list(parts), "id": id, "open": open,
@@ -125,9 +128,9 @@ def bar(height: float, said: str, above: float = 1.0) -> Part:
     """A bar of a histogram.
 
     Args:
-        height: 0 to 1. Even the smallest height above 0 is visible.
+        height: the height of the bar, from 0 to 1. Even the smallest height above 0 is visible.
         said: the meaning of the bar, as text.
-        above: the share of the bar, 0 to 1, that has the colour for values above a threshold.
+        above: the share of the bar, from 0 to 1, that has the colour of values above a threshold.
     """
     part = max(round(height, 4), 1e-4) if height > 0 else 0
     return {"part": part, "said": line(said), "above": round(above, 3)}
@@ -140,7 +143,7 @@ def bars(
 
     Args:
         said: the meaning of the histogram, for a screen reader.
-        mark: the index of the bar after the line that marks a value, and the meaning of the line.
+        mark: a line in front of a bar, as the index of the bar and the meaning of the line.
     """
     shown = {"at": mark[0], "said": line(mark[1])} if mark is not None else None
     return {
@@ -150,12 +153,12 @@ def bars(
 
 
 def choice(label: str, options: Iterable[tuple[str, Sequence[Part]]]) -> Part:
-    """Named lists of parts. The reader chooses one list."""
+    """Named lists of parts, of which the reader chooses one list."""
     return {"kind": "choice", "label": line(label), "options": _named(options)}
 
 
 def side(options: Iterable[tuple[str, Sequence[Part]]]) -> Part:
-    """Named lists of parts, next to each other."""
+    """Named lists of parts, which are shown next to each other."""
     return {"kind": "side", "options": _named(options)}
 
 

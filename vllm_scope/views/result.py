@@ -1,4 +1,4 @@
-"""An overview of a result: the status, the arrived values, and the scores of each token.
+"""An overview of a result, with the status, the values that arrived, and the scores of each token.
 
 Owns:  `result_picture`.
 From:  results.result.   To: a notebook, a file.
@@ -19,15 +19,17 @@ from vllm_scope.views.strip import token_strip
 if TYPE_CHECKING:
     from vllm_scope.results.result import ScopeResult
 
-#: The largest number of strips (one for each probe), and of tokens in each strip.
+#: The largest number of strips (one for each probe), and the largest number of tokens in each
+#: strip.
 MOST_STRIPS, MOST_TOKENS = 4, 512
 
 
 def result_picture(result: ScopeResult, tokenizer: Any = None) -> Picture:
-    """A picture: the status, counts, a table of arrived values, and strips of the first probes.
+    """A picture with the status, counts, a table of the values that arrived, and strips of the
+    first probes.
 
     Args:
-        tokenizer: an object with `decode`. None: token ids are shown.
+        tokenizer: an object with `decode`. If None, token ids are shown.
 
     Raises:
         SpecError: the tokenizer has no `decode`.
@@ -90,5 +92,5 @@ def _strips(result: ScopeResult, decode: Callable[[int], str] | None) -> list[Pa
     left = len(result.probes) - MOST_STRIPS, len(result.transcript) - MOST_TOKENS
     if max(left) > 0 and result.probes:
         most = f"{MOST_STRIPS} probes and {MOST_TOKENS} tokens"
-        content.append(text(f"Shown are at most {most}; `scores` has all."))
+        content.append(text(f"At most {most} are shown; `scores` has all scores."))
     return content

@@ -1,4 +1,5 @@
-"""Two answers next to each other, such as plain and steered. Tokens that differ are marked.
+"""A picture of two answers next to each other, such as plain and steered. Different tokens are
+marked.
 
 Owns:  `side_by_side`.
 From:  strip.   To: a notebook, a file.
@@ -25,7 +26,8 @@ def side_by_side(
     names: tuple[str, str] = ("plain", "steered"),
     title: str = "Two answers",
 ) -> Picture:
-    """A picture of two answers next to each other. If answers have scores, scores give the colours.
+    """A picture of two answers next to each other. If the answers have scores, the scores give the
+    colours.
 
     Args:
         plain, other: strips with the same threshold, or texts of tokens (without scores).
@@ -35,13 +37,13 @@ def side_by_side(
         SpecError: a text has a wrong type, the thresholds differ, or there are not two names.
     """
     words_of(title, "title")
-    expect(len(texts_of(names, "names")) == 2, "names", names, "a name for each of the two")
+    expect(len(texts_of(names, "names")) == 2, "names", names, "a name for each of the two answers")
     strips = [_strip_of(plain, "plain"), _strip_of(other, "other")]
     one, two = strips
     if one.threshold != two.threshold:
         raise SpecError(
-            f"the strips have the thresholds {one.threshold} and {two.threshold}; a colour means "
-            "the same in both, so give them one threshold."
+            f"the strips have the thresholds {one.threshold} and {two.threshold}; a colour must "
+            "mean the same in both strips, so give both strips one threshold."
         )
     differs: tuple[set[int], set[int]] = set(), set()
     matcher = SequenceMatcher(None, one.tokens, two.tokens, autojunk=False)
@@ -57,7 +59,7 @@ def side_by_side(
         (name, [strip.strip(spread, some)])
         for name, strip, some in zip(names, strips, differs, strict=True)
     ]
-    about: list[Part] = [text(f"{counts} tokens differ; these have a frame.")]
+    about: list[Part] = [text(f"{counts} tokens differ; different tokens have a frame.")]
     if any(np.isfinite(strip.scores).any() for strip in strips):
         about.append(score_legend(one.threshold, spread))
     return Picture(title, [*about, side(each)])

@@ -1,4 +1,5 @@
-"""Grids with a short list for each token: likeliest next tokens by layer, or strongest features.
+"""Grids of the likeliest next tokens by position and layer, and of the strongest features by
+position.
 
 Owns:  `lens_grid`, `feature_list`.
 From:  results.lens and results.features, or a client's answer.   To: a notebook, a file.
@@ -15,7 +16,7 @@ from vllm_scope.views.checks import decoder_of, expect, labels_of, numbers_of, t
 from vllm_scope.views.document import Picture
 from vllm_scope.views.parts import Part, cell, grid, legend, text
 
-#: The default limits of shown positions, and of shown features at each position.
+#: The default limits of the number of positions, and of the number of features at each position.
 MOST_POSITIONS, MOST_FEATURES = 64, 8
 
 
@@ -30,10 +31,11 @@ def lens_grid(
     the picture lists all tokens of the lens for the cell.
 
     Args:
-        found: layer -> the lens's tokens, such as `out.scope.lens["lens"]`.
-        tokenizer: has `decode`, such as `llm.get_tokenizer()`. None: token ids are shown.
+        found: the lens's tokens by layer, such as `out.scope.lens["lens"]`.
+        tokenizer: such as `llm.get_tokenizer()`. If None, token ids are shown.
         tokens: the text of each token of prompt and answer, from position 0.
-        positions: the positions to show, if the lens has them. None: the first 64.
+        positions: the positions to show, if the lens has these positions. If None, the first 64
+            positions of the lens are shown.
 
     Raises:
         SpecError: `found` is not a lens, a token is not a text, the tokenizer has no `decode`, or
@@ -42,7 +44,7 @@ def lens_grid(
     is_lens = isinstance(found, Mapping) and all(
         hasattr(one, "top") and hasattr(one, "positions") for one in found.values()
     )
-    expect(is_lens, "found", found, "layer -> tokens, such as out.scope.lens['lens']")
+    expect(is_lens, "found", found, "a dict of tokens by layer, such as out.scope.lens['lens']")
     known = {layer: set(one.positions.tolist()) for layer, one in found.items()}
     shown, facts = _chosen(set().union(*known.values()), positions)
     texts, decode = texts_of(tokens, "tokens"), decoder_of(tokenizer)
@@ -81,9 +83,10 @@ def feature_list(
     Args:
         found: `SparseFeatures`, such as `out.scope.features["toy"]`.
         tokens: the text of each token of prompt and answer, from position 0.
-        labels: number of a feature -> a short description.
-        positions: the positions to show, if `found` has them. None: the first 64.
-        strongest: the most features of each token that are shown.
+        labels: short descriptions of features, by the number of the feature.
+        positions: the positions to show, if `found` has these positions. If None, the first 64
+            positions of `found` are shown.
+        strongest: the largest number of features to show for each token.
 
     Raises:
         SpecError: `found` is not a SparseFeatures, a token is not a text, `found` does not have any
@@ -111,7 +114,7 @@ def feature_list(
 
 
 def _chosen(there: set[int], asked: Sequence[int] | None) -> tuple[list[int], list[Part]]:
-    """The positions to show. If not all positions are shown, also a paragraph that says this."""
+    """The positions to show, and a paragraph if there are more positions than are shown."""
     if asked is not None:
         found = [position for position in numbers_of(asked, "positions") if position in there]
         ends = f"are at positions {min(there)} to {max(there)}" if there else "are at no position"
@@ -122,7 +125,10 @@ def _chosen(there: set[int], asked: Sequence[int] | None) -> tuple[list[int], li
     if len(every) <= MOST_POSITIONS:
         return every, []
     return every[:MOST_POSITIONS], [
-        text(f"The first {MOST_POSITIONS} of {len(every):,} positions; name others as positions.")
+        text(
+            f"The first {MOST_POSITIONS} of {len(every):,} positions are shown; the argument "
+            "`positions` selects others."
+        )
     ]
 
 

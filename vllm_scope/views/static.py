@@ -1,11 +1,12 @@
-"""Views as HTML without scripts, for example for a notebook on a code forge, or for a report.
+"""Views as HTML without scripts, for example for a notebook on a site such as GitHub, or for a
+report.
 
 Owns:  `html_of`.
 From:  parts.   To: View._repr_html_.
 
 The HTML shows the same content as scope.js, but without keyboard control and choice lists. Each
-token has its numbers as a title, and as text for screen readers. If the token has the keyboard's
-focus, the text is visible.
+token has its numbers as a title, and as text for screen readers. This text is visible while the
+token has the keyboard's focus.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from vllm_scope.views.parts import Part
 
 
 def html_of(parts: Sequence[Part]) -> str:
-    """The HTML of some parts, without the style."""
+    """The HTML of a list of parts, without the style."""
     return "\n".join(_DRAW[part["kind"]](part) for part in parts)
 
 
@@ -58,7 +59,7 @@ def _token(item: Part) -> str:
     if item["part"] is not None:
         marks, style = ["scored", *marks], f' style="--p:{item["part"]:.3f}"'
     flag = '<span class="flag" aria-hidden="true">⚑</span>' if "verdict" in marks else ""
-    # The line break must follow the frame of the line's last token.
+    # A line break at the end of a token must be outside the token's frame.
     end = "\n" if text.endswith("\n") else ""
     return (
         f'<span class="{" ".join(["t", *marks])}" role="listitem" tabindex="0" title="{said}"'
@@ -107,8 +108,8 @@ def _bars(part: Part) -> str:
 
 
 def _options(part: Part) -> str:
-    """Options with their names, one below the other. The reader can open and close the options of a
-    choice. At the start only the first option is open."""
+    """The options of a part with their names, one option below another. If the part is a choice,
+    the reader can open and close each option, and at the start only the first option is open."""
     if part["kind"] == "side":
         return "\n".join(
             f"<h3>{escape(one['name'])}</h3>\n{html_of(one['parts'])}" for one in part["options"]

@@ -1,10 +1,10 @@
-"""The token strip: the tokens of an answer, coloured by the scores of a probe.
+"""The token strip, which shows the tokens of an answer, coloured by the scores of a probe.
 
-Owns:  TokenStrip, its part and its legend.
+Owns:  TokenStrip, the part and the legend of a TokenStrip.
 From:  texts and scores of tokens. To: a notebook, a file, page.
 
-Colour is never the only sign. A token above the threshold is underlined. The verdict's token has a
-flag and a frame. Each token has its value as text.
+Colour is never the only sign of a token's score. A token above the threshold is underlined. The
+verdict's token has a flag and a frame. Each token has its score as text.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ class TokenStrip(View):
     """The tokens of an answer with their scores. A notebook shows the tokens in colour.
 
     Attributes:
-        scores: float32 [num_tokens]. NaN: the token has no score.
-        threshold: the middle of the colour scale. None: 0, and no token is marked as above.
+        scores: float32 [num_tokens]. If a score is NaN, the token has no score.
+        threshold: the middle of the colour scale. If None, the middle is 0, and no token is marked
+            as above the threshold.
         verdict: the index of the token with the verdict, or None.
         first_position: the position of `tokens[0]`.
-        caption: the text above the tokens. It can be empty.
+        caption: the text above the tokens. The caption can be empty.
         mark: the meaning of the flag, in words.
     """
 
@@ -54,7 +55,7 @@ class TokenStrip(View):
 
     @property
     def spread(self) -> float:
-        """The largest distance of a score from the middle: the strongest colour."""
+        """The largest distance of a score from the middle, which has the strongest colour."""
         finite = self.scores[np.isfinite(self.scores)].astype(np.float64)
         return float(np.abs(finite - (self.threshold or 0)).max(initial=0)) or 1.0
 
@@ -68,7 +69,8 @@ class TokenStrip(View):
         """The tokens, without the legend.
 
         Args:
-            spread: as the property `spread`. Strips with the same legend must have the same spread.
+            spread: the distance from the middle at which the colour is strongest. Strips with the
+                same legend must have the same spread.
             differs: indices of tokens that are marked as different.
         """
         items = [self._token(i, spread, i in differs) for i in range(len(self.tokens))]
@@ -116,12 +118,13 @@ def token_strip(
 
     Args:
         tokens: the text of each token, such as `tokenizer.decode([i])`.
-        scores: [num_tokens] numbers on the CPU: scores, or aggregates. NaN or None: the token has
-            no score. One score fewer than tokens is allowed: the last token was sampled but not
-            processed, and therefore has no score.
-        threshold: the probe's threshold. None: no token is marked as above.
-        verdict: the position of the verdict, or the `Verdict`.
-        first_position: the position of `tokens[0]`: the prompt's length for generated tokens.
+        scores: numbers [num_tokens] on the CPU, which are scores or aggregates. If a number is NaN
+            or None, the token has no score. The last score can be missing, because the last token
+            of an answer was sampled but not processed.
+        threshold: the probe's threshold. If None, no token is marked as above the threshold.
+        verdict: the position of the verdict, or the `Verdict` itself.
+        first_position: the position of `tokens[0]`. For generated tokens, the position is the
+            prompt's length.
         caption: plain text above the tokens.
 
     Raises:
@@ -169,7 +172,7 @@ def _as_index(
 
 
 def score_legend(threshold: float | None, spread: float, mark: str = "verdict") -> Part:
-    """The legend of strips: the meaning of colours and marks."""
+    """The legend of strips, which explains colours and marks."""
     middle = threshold or 0.0
     low, high = f"{middle - spread:.3g}", f"{middle + spread:.3g}"
     marks = [(mark, ("verdict",)), ("no score", ("unscored",))]

@@ -1,4 +1,5 @@
-"""A view in a notebook, drawn by scope.js. Another view can replace it in place.
+"""A widget that shows a view in a notebook, drawn by scope.js. The widget can show another view
+instead.
 
 Owns:  ScopeWidget, and `shown_live`.
 Runs:  in a notebook's process. Needs anywidget: pip install vllm-scope[notebook].
@@ -23,17 +24,17 @@ try:
     import traitlets
 except ImportError as error:
     raise ConfigError(
-        "a widget needs the package anywidget; pip install 'vllm-scope[notebook]', or let the "
-        "notebook show the view itself."
+        "a widget needs the package anywidget; pip install 'vllm-scope[notebook]', or show the "
+        "view in the notebook without a widget."
     ) from error
 
-#: The shortest time between two drawings of a changing view: in seconds, and as a multiple of the
-#: duration of the last drawing.
+#: The shortest time between two drawings of a changing view, in seconds and as a multiple of the
+#: time that the last drawing took.
 _EVERY_S, _REST = 0.25, 10
 
 
 class ScopeWidget(anywidget.AnyWidget):
-    """A view in a notebook."""
+    """A widget that shows a view in a notebook."""
 
     _esm = MODULE
     _css = STYLE
@@ -50,10 +51,11 @@ class ScopeWidget(anywidget.AnyWidget):
 @contextmanager
 def shown_live(make: Callable[[], View]) -> Iterator[Callable[[], None]]:
     """Show a changing view in the output of the running cell. Yields a function that the caller
-    calls after each change. The view is drawn at most four times a second, and at the end.
+    must call after each change of the view. The view is drawn at most four times a second, and at
+    the end.
 
     Args:
-        make: returns the current view.
+        make: a function that returns the current view.
     """
     from IPython.display import display
 

@@ -1,11 +1,13 @@
-"""The ring of slots in device memory. Taps write rows to the ring, and the drain copies the rows.
+"""The ring of slots in device memory. Taps write rows to the ring, and the drain copies the rows
+out of the ring.
 
 Owns:  the arena tensor, and the allocation of regions to steps.
-Runs:  in the worker that delivers the rows of its pipeline stage.
-From:  plan (how many slots a step needs).   To: graph.tap (writes), drain (copies the rows).
+Runs:  in each worker that delivers the rows of a pipeline stage.
+From:  plan (how many slots a step needs).   To: graph.tap (writes rows), drain (copies the rows).
 
-Promise: a region is reused only after the fence of its last copy. Therefore no row is overwritten
-before it is copied. If the ring is full, on a GPU the stream waits, and on a CPU the thread waits.
+Promise: a step can use the slots of a region again only after the region's fence. The fence follows
+the copy of the region's rows, so no row is overwritten before it is copied. If the ring is full,
+the model's stream waits on a GPU, and the worker's thread waits on a CPU.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from vllm_scope.transport.spans import SpanRing
 
 
 class HostFence(threading.Event):
-    """The drain thread sets this event after the copy. The worker's thread waits for the event."""
+    """An event that the drain thread sets after the copy of a region. Before the worker's thread
+    uses the region's slots again, this thread waits for the event."""
 
 
 class StreamFence:
-    """A CUDA event that follows the copy. The current stream waits for the event. The host waits
-    only until the copy is enqueued."""
+    """A CUDA event that follows the copy of a region. The current stream waits for this event. The
+    host waits only until the copy of the region is enqueued."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()
@@ -34,11 +37,12 @@ class StreamFence:
         self._hurry: Callable[[], None] = _nothing
 
     def put_off(self, hurry: Callable[[], None]) -> None:
-        """Note that another thread will enqueue the copy later. `wait` calls `hurry` if needed."""
+        """Record that another thread will enqueue the copy later. If `wait` is called before this
+        copy is enqueued, `wait` calls `hurry`."""
         self._enqueued, self._hurry = threading.Event(), hurry
 
     def set(self) -> None:
-        """Record the event on the current stream, on which the copy is enqueued."""
+        """Record the CUDA event on the current stream. The copy is enqueued on the same stream."""
         self._event.record()
         if self._enqueued is not None:
             self._enqueued.set()
@@ -47,7 +51,8 @@ class StreamFence:
         if self._enqueued is not None and not self._enqueued.is_set():
             self._hurry()
             self._enqueued.wait()
-        # Usually the copy is done. A query takes a fifth of the time of an enqueued wait.
+        # Usually the copy is already done. To query an event takes a fifth of the time that is
+        # needed to enqueue a wait for the event.
         if not self._event.query():
             self._event.wait()
 
@@ -58,7 +63,7 @@ def _nothing() -> None:
 
 @dataclass
 class Region:
-    """Slots `start` to `start + num_slots - 1`, for one step or for one tap of a step."""
+    """The slots from `start` to `start + num_slots - 1`, for one step or one tap of a step."""
 
     start: int
     num_slots: int
@@ -73,8 +78,8 @@ class Arena(SpanRing[Region]):
     """A ring of slots in device memory.
 
     Attributes:
-        slots: [num_slots, elements of a slot], model dtype. The address of this tensor never
-            changes, because CUDA graphs contain the address.
+        slots: a tensor [num_slots, elements of a slot] with the model's dtype. The address of this
+            tensor never changes, because CUDA graphs contain the address.
         num_slots: how many slots the ring has.
     """
 
@@ -83,7 +88,8 @@ class Arena(SpanRing[Region]):
     def __init__(self, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(num_slots)
         shape = (num_slots, SLOT_BYTES // dtype.itemsize)
-        # Filled now. If the first use of host pages came later, the growth would look like a leak.
+        # The tensor is filled now. If the first use of the tensor's host pages came later, the
+        # growth of the process would look like a leak of memory.
         self.slots = torch.empty(shape, dtype=dtype, device=device).fill_(0)
         self._new_fence = StreamFence if device.type == "cuda" else HostFence
 

@@ -1,12 +1,12 @@
-"""Does the drain thread's work, and gives adjacent steps to the sink as one batch.
+"""Does the drain thread's work, and gives the rows of adjacent steps to a sink as one batch.
 
-Owns:  Deliverer; Waiting, the steps that are written together.
+Owns:  Deliverer, and Waiting (the steps whose rows are written together).
 Runs:  on the drain thread.
 From:  drain (the items), filler.   To: a BatchSink (sinks.router), the score store.
 
 Promise: the sink gets rows in the order of their steps. The sink's `finish` for a request is called
 after all rows of the request. If rows cannot be delivered, the error is logged, and the requests
-report these rows as dropped. The engine and later steps continue.
+report these rows as dropped. The engine and all later steps continue after such an error.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 @dataclass
 class Waiting:
-    """Steps that will be written together, and the work after the steps. First the store keeps
-    scores, then the store forgets scores, then requests end."""
+    """Steps whose rows will be written together, and the work that follows these steps. In this
+    work, the store keeps scores, then the store forgets scores, and then requests end."""
 
     steps: list[Rows] = field(default_factory=list)
     kept: list[Filled] = field(default_factory=list)
@@ -51,10 +51,11 @@ class Waiting:
 
     def may_take(self, step: Rows) -> bool:
         """True if the step can be written together with the waiting steps. The end of a request
-        must not wait for a later unfinished step, because the request's caller waits."""
+        must not wait for a later unfinished step, because the caller waits for it."""
         if self.ended and not (self.steps and step.is_done):
             return False
-        # The store has room for the single tokens of only MOST_STEPS_KEPT steps before a Keep.
+        # Before a Keep item is processed, the store has room for the single tokens of only
+        # MOST_STEPS_KEPT steps.
         late = bool(self.kept) and len(self.steps) >= MOST_STEPS_KEPT
         return not self.steps or (not late and may_join(self.steps, step))
 
@@ -65,13 +66,13 @@ class Waiting:
             self.forgotten.update(item.keys)
         else:
             self.kept += item.filled
-            if self.forgotten:  # if a block is kept again, do not forget the block
+            if self.forgotten:  # a block that is kept again must not be forgotten
                 for one in item.filled:
                     self.forgotten.difference_update((each, one.probes) for each in one.hashes)
 
 
 class Deliverer:
-    """Gives rows, scores and ends of requests to a sink, and scores of full blocks to the store."""
+    """Gives rows, scores and ends of requests to a sink, and scores of KV blocks to the store."""
 
     def __init__(
         self, filler: Filler, ring: HostRing, sink: BatchSink, widths: Widths,
@@ -85,15 +86,15 @@ class Deliverer:
         functions.
 
         `Waiting.may_take` decides which steps are written together. Therefore a Keep, Forget or
-        Finish can be processed after later steps, but never before earlier steps. A function call
-        or a Stored is processed after all earlier rows, Keeps, Forgets and ends. A Collect is
-        processed at once.
+        Finish item can be processed after steps that follow the item, but never before steps that
+        precede the item. A function or a Stored item is processed after all earlier Rows, Keep,
+        Forget and Finish items. A Collect item is processed at once.
         """
         waiting = Waiting()
         stored: list[Stored] = []
         for item in items:
-            # A function call changes no scores in the ring. The Stored items before and after the
-            # call can be one batch.
+            # A function in `items` changes no scores in the ring. Therefore the scores of the
+            # Stored items before and after the function can be one batch.
             if stored and isinstance(item, Rows | Finish):
                 self._write_all_stored(stored)
                 stored = []
@@ -112,10 +113,10 @@ class Deliverer:
                 self._do(waiting)
                 waiting = Waiting()
                 if isinstance(item, Stored):
-                    # Fill the lease now, because after a later Forget the store has no such scores.
+                    # Fill the lease now, because a later Forget item can remove these scores.
                     self._guard(partial(self._fill_stored, item))
                     stored.append(item)
-                else:  # a function to call
+                else:  # the item is a function
                     self._guard(item)
         self._do(waiting)
         if stored:
@@ -154,12 +155,14 @@ class Deliverer:
 
     def write(self, steps: Sequence[Rows]) -> None:
         """Wait until the rows of some steps are in the ring, then give the rows to the sink and
-        release the leases. Lost rows are left out. `may_join` is True for the steps."""
+        release the leases of these steps. The sink does not get lost rows. `may_join` must be True
+        for these steps."""
         try:
             waiting = [step for step in steps if step.waits]
             lost = {id(step) for step in waiting} - set(map(id, self._filler.fill_waiting(waiting)))
-            # The side stream copies rows. Taps write into the ring on the model's stream. On each
-            # stream, the last event follows all earlier events.
+            # The side stream copies rows to the ring. Taps that write into the ring run on the
+            # model's stream. On each of these two streams, the last event follows all earlier
+            # events.
             for written in (True, False):
                 events = [s.copied for s in steps if (s.region is None) is written and s.copied]
                 if events:
@@ -180,7 +183,7 @@ class Deliverer:
                         self._filler.stream.give_back(used)
 
     def _write_joined(self, steps: Sequence[Rows]) -> None:
-        """Give the rows of steps to the sink as one batch. The rows must be in the ring."""
+        """Give the rows of some steps to the sink as one batch. All rows must be in the ring."""
         if not steps:
             return
         labels = [true_labels(step) for step in steps]
@@ -192,12 +195,12 @@ class Deliverer:
         if self._store:
             sizes = [len(one.keys) for one in labels]
             self._store.collect(whole, lease, first.boundary, sizes)
-        if lease.start < lease.stop:  # else all rows were added to sums
+        if lease.start < lease.stop:  # the lease is empty if all rows were added to sums
             self._sink.write(RowBatch(whole, lease, self._widths, first.boundary))
 
     def _write_all_stored(self, items: Sequence[Stored]) -> None:
-        """Give stored scores to the sink. Scores that are adjacent in the ring are one batch, for
-        example the scores of several requests that arrived together."""
+        """Give stored scores to the sink. If scores are adjacent in the ring, the sink gets these
+        scores as one batch. An example is the scores of several requests that arrived together."""
         run: list[Stored] = []
         try:
             for item in items:

@@ -3,11 +3,12 @@
 Owns:  DeviceSums.
 Runs:  as worker.summing.   To: batch.sums.
 
-Promise: sums are float64. Products of 16-bit rows on a GPU are exact in float32. The products of at
-most MOST_AT_ONCE rows are added in float32, and then added to the float64 sums (worker.squares).
-All other products are float64. x x^T is symmetric: only the numbers on and above the diagonal, and
-some numbers below the diagonal, are computed. The constructor's `room` contains all vectors and
-matrices. Sums change only in inference mode, the mode of vLLM's steps.
+Promise: sums are float64. Products of the numbers of 16-bit rows on a GPU are exact in float32. The
+products of at most MOST_AT_ONCE such rows are added in float32 (worker.squares), and the result is
+added to the float64 sums. All other products are computed in float64. The matrix x x^T is
+symmetric. Only the numbers of x x^T on and above the diagonal, and some numbers below the diagonal,
+are computed. The argument `room` of the constructor is the memory of all vectors and matrices. The
+sums change only in torch's inference mode, which vLLM uses for its steps.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: A float64 copy of rows has at most this many bytes.
 COPY_BYTES = 32 << 20
-#: The largest number of 16-bit rows on a GPU whose products are added in float32.
+#: The largest number of 16-bit rows on a GPU whose products are added in float32 at a time.
 MOST_AT_ONCE = 8192
 
 
 def on_device(device: torch.device, numbers: NDArray[Any]) -> Tensor:
-    """The numbers as a tensor on the device. The host does not wait for the copy."""
+    """A tensor on the device with these numbers. The host does not wait for the copy."""
     found = torch.from_numpy(numbers)
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 
 class DeviceSums:
-    """Sums over rows. Each call of `add` adds some rows.
+    """Sums over rows. Each call of `add` adds some rows to the sums.
 
     Args:
         room: uint8 [bytes_of(width, ...)]. The constructor sets all bytes to 0.
         width: How many numbers a row has.
         dtype: The rows' dtype.
-        covariance, targets: As in batch.sums.bytes_of.
+        covariance, targets: The same as for batch.sums.bytes_of.
 
     Attributes:
         kind: (covariance, targets).
-        missing: as in batch.sums.Sums.
+        missing: the same as in batch.sums.Sums.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class DeviceSums:
         self._width, self._dtype = width, dtype
         self.row_bytes = width * dtype.itemsize
         self._exact = dtype.itemsize == 2 and room.is_cuda
-        #: Number of rows in `_rows`. The products of these rows are not in `_xx` yet.
+        #: The number of rows in `_rows`. The products of these rows are not in `_xx` yet.
         self._num_rows = 0
         self._count = 0
         self._y = self._yy = 0.0
@@ -67,7 +68,8 @@ class DeviceSums:
         room.zero_()
 
     def lie_in(self, room: Tensor) -> None:
-        """Use the numbers in `room`, a copy of the memory that was used before."""
+        """Use the numbers in `room`, in the same order as in the constructor. Unlike the
+        constructor, this method sets no number to 0."""
         assert room.numel() == self.num_bytes
         covariance, targets = self.kind
         width, of_rows = self._width, num_waiting(self._width) * self.row_bytes * self.kind[0]
@@ -88,7 +90,7 @@ class DeviceSums:
 
         Args:
             rows_of: A function that returns the rows at some indices, [n, width].
-            at: int64 [n], the indices.
+            at: int64 [n], the indices of the rows to add.
             targets: [n], one target for each row; ignored if the sums have no targets.
         """
         try:
@@ -114,12 +116,12 @@ class DeviceSums:
 
     @property
     def _num_copied(self) -> int:
-        """The number of rows of a float64 copy."""
+        """The largest number of rows that are copied to float64 at a time."""
         return max(1, COPY_BYTES // (8 * self._width))
 
     def _keep(self, rows: Tensor) -> None:
-        """Multiply the rows now if they are more than `_rows` has room for. Else add the rows to
-        `_rows`, whose rows are multiplied when `_rows` is full."""
+        """If there are at least as many rows as `_rows` can hold, multiply the rows now. Otherwise
+        copy the rows to `_rows`. The rows of `_rows` are multiplied when `_rows` is full."""
         if len(rows) >= len(self._rows):
             self._multiply(rows)
             return
@@ -136,7 +138,8 @@ class DeviceSums:
         self._num_rows = 0
 
     def _multiply(self, rows: Tensor) -> None:
-        """Add the products of rows. If the device runs out of memory, count the rows as missing."""
+        """Add the products x x^T of some rows. If the device runs out of memory, count the rows as
+        missing."""
         try:
             self._add_products(rows)
         except torch.OutOfMemoryError:
@@ -158,7 +161,7 @@ class DeviceSums:
 
     @torch.inference_mode()
     def read(self) -> Packed:
-        """The sums so far, on the host. The call waits for the device."""
+        """The sums of all rows so far, in host memory. The call waits for the device."""
         xx = b""
         if self._xx is not None:
             self._multiply_waiting()

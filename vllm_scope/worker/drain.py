@@ -1,8 +1,8 @@
 """Moves rows from the arena through the host ring to the sink, outside the model's forward.
 
-Owns:  Drain: the drain thread, and the items that wait for the drain thread.
+Owns:  Drain, which has the drain thread and the items that wait for this thread.
 Runs:  `submit` and `finish_request` on the worker's thread, after the forward was enqueued.
-From:  arena, step_plan (labels).   To: filler (copies into transport.ring), deliverer, pace.
+From:  arena, step_plan (labels).   To: filler (copies rows into transport.ring), deliverer, pace.
 
 Promise: the sink gets rows in the order of their steps. The sink's `finish` for a request is called
 after all rows of the request. If the sink is slow, the worker waits, and no rows are lost.
@@ -54,10 +54,10 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 T = TypeVar("T")
 
-#: If the waiting rows have more bytes than this, the drain thread ends a long rest
+#: If the waiting rows have more bytes than this number, the drain thread ends a long rest
 #: (pace.LINGER_UNSEEN_S).
 MOST_UNSEEN_BYTES = 8 << 20
-#: The longest time that another thread waits for the drain thread.
+#: The longest time, in seconds, that another thread waits for the drain thread.
 ANSWER_S = 300.0
 
 
@@ -68,15 +68,17 @@ class Drain:
         watch: If the watch has requests, the drain gives the rows of each step to the watch.
         store: The store collects scores from the rows of each step, on the drain thread.
         saes: The SAEs that the worker holds, by name.
-        moments_bytes: Bytes of device memory for the sums of Moments.
+        moments_bytes: The number of bytes of device memory for the sums of Moments.
         joins: True if heads are applied to the rows of several steps together. A GPU then needs
-            fewer launches, and reads the weights of a held SAE one time for all these steps. None:
-            True on a GPU, False on a CPU.
+            fewer launches, and reads the weights of a held SAE one time for all these steps. If
+            None, `joins` is True on a GPU and False on a CPU.
 
     Attributes:
-        defers: True on a GPU. If no watch has requests, scores of `submit_stored` wait for `nudge`.
+        defers: True on a GPU. On a GPU, the scores of `submit_stored` wait until `nudge` is called,
+            unless the watch has requests.
 
-    Verbs: `add_request`, `submit` (a written region), `finish_request`, `close`.
+    Main methods: `add_request`, `submit` (delivers the rows of a region), `finish_request`,
+    `close`.
     """
 
     def __init__(
@@ -97,18 +99,20 @@ class Drain:
         self._summing, self._stream = self.filler.summing, self.filler.stream
         self._deliverer = Deliverer(self.filler, ring, sink, widths, store)
         self._pace = Pace()
-        # Each waiting step has a lease, so the size of the ring limits the number of waiting steps.
+        # Each waiting step has a lease of the ring, so the size of the ring limits the number of
+        # waiting steps.
         self._items: deque[Item] = deque()
         self._closing = False
-        #: If more than `_most_unseen` slots of the arena or the ring wait, the thread ends a long
-        #: rest. `_most_unseen` is at most a quarter of the slots, so that the next steps have room.
+        #: If more than `_most_unseen` slots of the arena or the ring wait for the drain thread, the
+        #: thread ends a long rest. `_most_unseen` is at most a quarter of the slots of the arena
+        #: and of the ring, so that the arena and the ring have room for the next steps.
         #: `_num_unseen`: how many slots were submitted since the thread last processed items.
         most = min(MOST_UNSEEN_BYTES // SLOT_BYTES, arena.num_slots // 4, len(ring.slots) // 4)
         self._most_unseen, self._num_unseen = most, 0
         self.defers = self._stream.is_cuda
         #: True if stored scores were submitted since the last `nudge`.
         self._unseen_scores = False
-        #: True if, on a CPU, the drain thread may not have filled the leases of earlier steps.
+        #: True if, on a CPU, the drain thread may still have to fill the leases of earlier steps.
         self._unfilled = False
         self._thread = threading.Thread(target=self._run, name="vllm-scope-drain", daemon=True)
         self._thread.start()
@@ -132,7 +136,8 @@ class Drain:
             self._stream.warm(call)
 
     def follow(self, key: int) -> None:
-        """Deliver rows soon until this request ends. The request's caller reads arriving rows."""
+        """Until this request ends, deliver rows soon after they are computed, because the request's
+        caller reads rows while the request runs."""
         self._pace.follow(key)
 
     def finish_request(self, key: int, error: str | None = None) -> None:
@@ -149,11 +154,11 @@ class Drain:
         self._summing.add_request(key, num_prompt, asked)
 
     def accept(self, num_tokens: Mapping[int, int]) -> None:
-        """Note how many tokens of requests with Moments are accepted.
+        """Record how many tokens of each request with Moments are accepted.
 
         Args:
-            num_tokens: Key of a request -> how many of its tokens were accepted when EngineCore
-                scheduled the next step.
+            num_tokens: Maps the key of a request to the number of the request's tokens that were
+                accepted when EngineCore scheduled the next step.
         """
         self._in_order(partial(self._accept, num_tokens))
 
@@ -170,8 +175,8 @@ class Drain:
             self.later(call)
 
     def of_sums(self, call: Callable[[Summing], T]) -> T:
-        """Call a function on the sums, after all submitted rows were added. Returns the function's
-        result. Raises TimeoutError after ANSWER_S."""
+        """Call a function with the sums, after all submitted rows were added to the sums. Returns
+        the function's result. Raises TimeoutError if the result is not there after ANSWER_S."""
         if self._stream.is_cuda:
             with self._stream.entered():
                 return call(self._summing)
@@ -196,18 +201,20 @@ class Drain:
         boundary: int | None = None,
         positions: Tensor | None = None,
     ) -> None:
-        """Deliver a region. The taps that write the region are enqueued on the current stream.
+        """Deliver the rows of a region. The taps that write the region are already enqueued on the
+        current stream.
 
         Args:
-            boundary: If the region has the rows of only one tap, the boundary of this tap. None if
+            boundary: The boundary of the tap, if the region has the rows of only one tap. None if
                 the region has the rows of all taps.
-            positions: int64 [num_rows] on the device, the true position of each batch row. None if
-                the labels' positions are true.
+            positions: int64 [num_rows] on the device, the actual position of each batch row. None
+                if the positions in `labels` are correct.
         """
         lease = self._ring.acquire(self.filler.num_slots(region, labels, boundary))
         copied = tapped = None
         if self._stream.is_cuda:
-            # A step is not deferred if a watch waits for the step, or if the region is of one tap.
+            # A step is not deferred if a watch waits for the step, or if the region has the rows of
+            # only one tap.
             whole = boundary is None and not self._watch
             if whole and self.filler.may_put_off(region, labels):
                 positions = None if positions is None else to_host(positions)
@@ -224,25 +231,26 @@ class Drain:
     def submit_written(self, lease: Lease, labels: Labels, positions: Tensor | None) -> None:
         """Deliver rows that taps on a GPU write directly into the ring.
 
-        This needs one event, and no copy on another stream. For a small step, the host needs more
-        time to enqueue such a copy than the device needs for the copy.
+        This delivery needs one event, and no copy on another stream. For a small step, the host
+        would need more time to enqueue such a copy than the device would need for the copy.
         """
         if positions is not None:
             positions = to_host(positions)
         self._put(Rows(labels, None, None, lease, self._stream.after_taps(), positions))
 
-    # Scores that were kept, and scores to keep
+    # The store of scores
 
     def submit_stored(self, labels: Labels, write: Callable[[Lease], bool]) -> None:
         """Deliver the scores that the store kept for cached tokens.
 
         On a CPU, the drain thread wakes up at once. On a GPU, if no watch has requests, the drain
-        thread stays asleep until `nudge`. Otherwise the drain thread would delay the worker's
-        thread, which will launch the model next.
+        thread stays asleep until `nudge`. If the drain thread woke up before `nudge`, it would
+        delay the worker's thread, which launches the model next.
 
         Args:
             labels: The labels of the tokens. All tokens have one layout.
-            write: The drain thread calls this function (see Stored).
+            write: The function that writes the scores to a lease. The drain thread calls this
+                function (see Stored).
         """
         num_slots = len(labels.keys) * labels.layouts[0].slots(self._widths)
         item = Stored(labels, self._ring.acquire(num_slots), write)
@@ -261,10 +269,11 @@ class Drain:
             self._pace.wake()
 
     def nudge(self) -> None:
-        """Let the drain thread deliver stored scores. If the thread sleeps, the thread wakes up at
-        once. If many slots wait, or if a caller reads rows of a running request, the thread ends a
-        long rest. Otherwise the thread completes its rest. Call this after the launch of the step
-        of these requests: the thread then works while the device computes the other tokens."""
+        """Let the drain thread deliver stored scores. If the drain thread sleeps, the thread wakes
+        up at once. If the drain thread is in a long rest, the thread ends this rest only if many
+        slots wait, or if a caller reads rows of a running request. Call this method after the
+        launch of the step that computes the other tokens of the requests with these scores. The
+        drain thread then works while the device computes these tokens."""
         if not self._unseen_scores:
             return
         self._unseen_scores = False
@@ -273,20 +282,21 @@ class Drain:
         self._pace.wake()
 
     def collect(self, key: int, layout: Layout, block_size: int) -> None:
-        """From now on, let the store collect a request's scores from submitted rows. All tokens of
-        the request have this layout."""
+        """From now on, let the store collect a request's scores from submitted rows. `layout` is
+        the layout of all tokens of the request."""
         self._items.append(Collect(key, layout, block_size))
 
     def keep(self, filled: Sequence[Filled]) -> None:
-        """Let the store keep the scores of these blocks. All rows of the blocks were submitted."""
+        """Let the store keep the scores of these KV blocks. All rows of these blocks must already
+        be submitted."""
         self._put(Keep(filled))
 
     def forget(self, keys: Sequence[ScoreKey]) -> None:
-        """Let the store forget the scores of these blocks."""
+        """Let the store forget the scores of these KV blocks."""
         self._put(Forget(keys))
 
     def _end_scores(self, keys: Collection[int]) -> None:
-        """Stop keeping scores of these requests."""
+        """Let the store stop collecting the scores of these requests."""
         if self._store is None:
             return
         for key in keys:
@@ -298,13 +308,13 @@ class Drain:
     # The thread
 
     def later(self, call: Callable[[], None]) -> None:
-        """Call a function on the drain thread, after all submitted rows."""
+        """Call a function on the drain thread, after all submitted rows were processed."""
         self._put(call)
 
     def begin_launch(self) -> None:
-        """Call this before the launch of the model. On a GPU, the drain thread then does not start
-        work before `end_launch`. Exceptions: another thread waits for the drain thread, or the
-        launch takes longer than pace.MOST_LAUNCH_S."""
+        """Call this method before the launch of the model. On a GPU, the drain thread then starts
+        no work until `end_launch` is called. There are two exceptions: another thread waits for the
+        drain thread, or the launch takes longer than pace.MOST_LAUNCH_S."""
         if self._stream.is_cuda:
             self._pace.begin_launch()
 
@@ -312,8 +322,8 @@ class Drain:
         self._pace.end_launch()
 
     def hurry(self) -> None:
-        """Let the drain thread process its items now, without rest. Call this if another thread
-        waits for the drain thread, or if no request runs (no request is then delayed)."""
+        """Let the drain thread process its items now, without rest. Call this method if another
+        thread waits for the drain thread, or if no request runs that this work could delay."""
         self._pace.hurry()
 
     def settle(self) -> None:
@@ -329,7 +339,7 @@ class Drain:
                 "vllm-scope: the drain thread is late; a lens may use the new weights for old rows"
             )
         if self._stream.is_cuda:
-            self._stream.synchronize()  # the thread has enqueued all work
+            self._stream.synchronize()  # waits for the work that the thread has enqueued
 
     def _put(self, item: Item) -> None:
         if isinstance(item, Rows):
@@ -345,8 +355,9 @@ class Drain:
                 self._unfilled = not self._stream.is_cuda
         self._items.append(item)
         if isinstance(item, Rows):
-            # On a GPU the copy is enqueued, and the region is free after the copy. If a step is
-            # deferred (`tapped`), `filler.much_waits` counts its region.
+            # On a GPU, the copy of the region is already enqueued, and the region is free after
+            # this copy. If a step is deferred (`tapped` is not None), `filler.much_waits` counts
+            # the step's region.
             region = None if item.tapped else item.waits
             held = 0 if region is None else region.num_slots
             self._num_unseen += max(held, item.lease.stop - item.lease.start)
@@ -355,8 +366,9 @@ class Drain:
         self._pace.wake()
 
     def _show(self, step: Rows, watch: Watch) -> Rows | None:
-        """Give a step to the watch. On a CPU, the rows are copied now, because the watch can wait
-        for the rows. Returns the step for the drain thread; None if the step's rows are lost."""
+        """Give a step to the watch. On a CPU, the rows are copied now, because the watch may need
+        the rows before the drain thread would copy them. Returns the step that the drain thread
+        will process, or None if the step's rows are lost."""
         if step.copied is None:
             if not self.filler.fill_waiting([step]):
                 return None
@@ -367,7 +379,7 @@ class Drain:
 
     def _wait_for_sums(self) -> None:
         """If requests have Moments, wait until the drain thread has filled the leases of earlier
-        steps. Otherwise this step's rows would be added to sums before earlier rows."""
+        steps. Otherwise this step's rows would be added to sums before those of earlier steps."""
         if self._summing:
             filled = threading.Event()
             self.later(filled.set)
@@ -382,7 +394,7 @@ class Drain:
             self.hurry()
             self._thread.join(timeout=30)
         self._sink.close()
-        if not self._thread.is_alive():  # a thread that has not stopped can still read the ring
+        if not self._thread.is_alive():  # a running drain thread can still read the ring
             self._ring.close()
 
     def _run(self) -> None:

@@ -1,8 +1,8 @@
-"""The items of work for the drain thread, and which steps are copied or delivered together.
+"""The items of work for the drain thread, and the rules by which steps are joined.
 
 Owns:  the items (Rows, Finish, Stored, Collect, Keep, Forget), and `may_join`, `adjacent`,
        `joined`.
-Runs:  on the drain thread; `true_labels` also on the threads of the watch.
+Runs:  on the drain thread. `true_labels` also runs on the threads of the watch.
 To:    drain, filler, deliverer.
 """
 
@@ -33,16 +33,17 @@ class Rows(msgspec.Struct, frozen=True, eq=False):
     """Rows of one step, or of one tap of a step, for the sink.
 
     Attributes:
-        boundary: as in RowBatch.
-        region: the region of the arena. None if the rows are already in the ring, or if taps write
-            the rows to the ring.
+        boundary: the same as in sinks.RowBatch.
+        region: the region of the arena that has the rows. None if the rows are already in the ring,
+            or if taps write the rows to the ring.
         copied: on a GPU, the event after which the rows are in the ring. None if the drain thread
             copies the rows.
-        positions: int64 [num_rows], the true positions of the batch's rows. None if the labels'
-            positions are true.
+        positions: int64 [num_rows], the actual positions of the batch's rows. None if the positions
+            in `labels` are correct.
         tapped: the event after which the rows are in the region. None on a CPU, or if the drain
             thread does not copy the rows.
-        watched: True if the watch waits for `copied`. No later step may then reuse this event.
+        watched: True if the watch waits for `copied`. In this case, no later step may reuse the
+            event `copied`.
     """
 
     labels: Labels
@@ -57,8 +58,8 @@ class Rows(msgspec.Struct, frozen=True, eq=False):
     @property
     def is_done(self) -> bool:
         """True if the device has written these rows to the ring, or to the region of a deferred
-        step. On a CPU, True. After an error of the device, False: a wait for the event then raises
-        the error."""
+        step. On a CPU, always True. After an error of the device, the result is False, because a
+        wait for the event would raise this error."""
         event = self.copied or self.tapped
         try:
             return event is None or event.query()
@@ -67,7 +68,7 @@ class Rows(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def waits(self) -> Region | None:
-        """The region, if the drain thread must copy the region; else None."""
+        """The region that the drain thread must copy; None if there is no such region."""
         return self.region if self.copied is None else None
 
 
@@ -84,8 +85,9 @@ class Stored:
     """Scores of cached tokens.
 
     Attributes:
-        write: writes the scores to the lease. Returns False if some scores are missing.
-        written: the drain thread sets this event after it has processed the item, also if scores
+        write: a function that writes the scores to the lease. The function returns False if some
+            scores are missing.
+        written: the drain thread sets this event after it has processed the item, even if scores
             are missing. None if no other thread waits for the item.
         whole: True if all scores are in the lease.
     """
@@ -111,14 +113,14 @@ class Collect:
 
 @dataclass(frozen=True)
 class Keep:
-    """Tells the store to keep the scores of some blocks, from the steps before this item."""
+    """Tells the store to keep the scores of some KV blocks, from the steps before this item."""
 
     filled: Sequence[Filled]
 
 
 @dataclass(frozen=True)
 class Forget:
-    """Tells the store to forget the scores of some blocks that were kept before this item."""
+    """Tells the store to forget the scores of some KV blocks that were kept before this item."""
 
     keys: Sequence[ScoreKey]
 
@@ -128,14 +130,15 @@ Item = Rows | Finish | Stored | Collect | Keep | Forget | Callable[[], None]
 
 
 def may_join(steps: Sequence[Rows], item: Rows) -> bool:
-    """True if `item` and `steps` can be one batch. All have the rows of all taps and equal layouts.
-    The steps are adjacent in the ring, and have at most MOST_BYTES together."""
+    """True if the rows of `item` and of `steps` can be one batch. Each of these steps then has the
+    rows of all taps, and the layouts of the steps are equal. The rows are adjacent in the ring, and
+    have at most MOST_BYTES together."""
     return item.boundary is None and steps[-1].boundary is None and _lie_as_one(steps, item)
 
 
 def stored_may_join(run: Sequence[Stored], item: Stored) -> bool:
-    """True if `item` and `run` can be one batch: the layouts are equal, and the scores are adjacent
-    in the ring and have at most MOST_BYTES together."""
+    """True if the scores of `item` and of `run` can be one batch. All these items then have equal
+    layouts, and the scores are adjacent in the ring and have at most MOST_BYTES together."""
     return _lie_as_one(run, item)
 
 
@@ -149,9 +152,9 @@ def _lie_as_one(run: Sequence[Rows] | Sequence[Stored], item: Rows | Stored) -> 
 
 
 def adjacent(steps: Sequence[Rows], joins: bool) -> Iterator[list[Rows]]:
-    """Divide steps for which `may_join` is True into runs. Heads can be applied to the rows of a
-    run together: the rows are adjacent in the arena and in the ring, and no row is added to sums.
-    """
+    """Divide a list of steps into runs of adjacent steps. `may_join` must be True for these steps.
+    Heads can be applied to all rows of a run together, because the rows are adjacent in the arena
+    and in the ring, and no row is added to sums."""
     run: list[Rows] = []
     for step in steps:
         if run and not (joins and _follows(run[-1], step)):
@@ -185,7 +188,7 @@ def joined(labels: Sequence[Labels]) -> Labels:
 
 
 def true_labels(step: Rows) -> Labels:
-    """The labels of the rows and scores that leave the device, with true positions."""
+    """The labels of the rows and scores that leave the device, with the actual positions."""
     labels = step.labels
     layouts = tuple(layout.sent for layout in labels.layouts) if labels.encodes else labels.layouts
     if layouts != labels.layouts:

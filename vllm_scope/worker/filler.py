@@ -1,13 +1,15 @@
 """Copies regions from the arena to the ring, applies heads, and adds rows to sums.
 
-Owns:  Filler, with the Packer, the Summing and the side stream; the choice of deferred steps.
+Owns:  Filler, which has the Packer, the Summing and the side stream, and which decides which steps
+       are deferred.
 Runs:  `copy` and `put_off` on the worker's thread, `fill_waiting` on the drain thread. On a CPU, if
-       a watch needs a step, `fill_waiting` runs on the worker's thread.
+       a watch needs the rows of a step, `fill_waiting` runs on the worker's thread.
 From:  drain, deliverer.   To: packer, summing, the leases.
 
-On a GPU, small steps with probes on rows, features or a lens are deferred (`put_off`): later, the
-drain thread copies several steps together. The device then needs fewer launches, and reads large
-weights one time for all of these steps. The worker's thread copies all other steps.
+On a GPU, a small step with probes on rows, features or a lens is deferred (`put_off`). The drain
+thread later copies the rows of several deferred steps together. The device then needs fewer
+launches, and reads large weights one time for all of these steps. The worker's thread copies the
+rows of all other steps.
 """
 
 from __future__ import annotations
@@ -43,14 +45,14 @@ class Filler:
 
     Args:
         saes: The SAEs that the worker holds, by name.
-        moments_bytes: Bytes of device memory for the sums of Moments.
-        joins: True if heads are applied to the rows of several steps together. None: True on a GPU,
-            False on a CPU.
-        forget: The filler calls this with the keys of requests that lost rows or scores. The
-            function must stop keeping the scores of these requests.
+        moments_bytes: The number of bytes of device memory for the sums of Moments.
+        joins: True if heads are applied to the rows of several steps together. If None, `joins` is
+            True on a GPU and False on a CPU.
+        forget: The filler calls this function with the keys of requests that lost rows or scores.
+            The function must stop keeping the scores of these requests.
 
     Attributes:
-        failed: key of a running request for which a head failed -> the request's error.
+        failed: maps the key of a running request for which a head failed to the request's error.
     """
 
     def __init__(
@@ -68,24 +70,25 @@ class Filler:
         self.stream = SideStream(device)
         self._joins = self.stream.is_cuda if joins is None else joins
         self.failed: dict[int, str] = {}
-        #: Numbers of arena slots, on a GPU: slots of all deferred steps so far; slots of them that
-        #: the drain thread has copied; the most slots that may wait for the drain thread.
+        #: Three numbers of slots of the arena, on a GPU. `_num_put_off`: the slots of all deferred
+        #: steps so far. `_num_caught_up`: the slots of deferred steps that the drain thread has
+        #: copied. `_most_put_off`: the largest number of slots that may wait for the drain thread.
         self._num_put_off, self._num_caught_up, self._most_put_off = 0, 0, arena.num_slots // 4
         self.packer = Packer(dtype, device, widths, saes, self.stream.entered)
         with self.stream.entered():
             self.summing = Summing(dtype, device, widths, moments_bytes)
 
     def num_slots(self, region: Region, labels: Labels, boundary: int | None) -> int:
-        """How many slots of the ring the rows of a region take."""
+        """The number of slots that the rows of a region need in the ring."""
         return self.packer.num_slots(labels, boundary) if labels.encodes else region.num_slots
 
-    # Later, on the drain thread
+    # Steps that the drain thread copies later
 
     def may_put_off(self, region: Region, labels: Labels) -> bool:
         """True if, on a GPU, the drain thread should copy this step together with other steps.
 
-        The step must be small, and few slots may wait already. Heads must multiply the step's rows
-        by weights. No row may be added to sums."""
+        The step must be small, and the number of waiting slots must stay within a limit. Heads must
+        multiply the step's rows by weights. No row may be added to sums."""
         return (
             self._joins
             and region.num_slots <= self._most_put_off // 8
@@ -95,8 +98,8 @@ class Filler:
         )
 
     def put_off(self, region: Region, hurry: Callable[[], None]) -> torch.cuda.Event:
-        """Leave a region to the drain thread. `hurry` wakes the drain thread. Returns the event
-        after which taps have written the region's rows."""
+        """Leave the copy of a region to the drain thread. `hurry` wakes the drain thread. Returns
+        the event after which taps have written the region's rows."""
         assert isinstance(region.fence, StreamFence)
         region.fence.put_off(hurry)
         self._num_put_off += region.num_slots
@@ -108,7 +111,7 @@ class Filler:
 
     @property
     def much_waits(self) -> bool:
-        """True if the waiting slots are more than half of the slots that may wait."""
+        """True if more than half of the slots that may wait for the drain thread are waiting."""
         return 2 * self._num_waiting > self._most_put_off
 
     def fill_waiting(self, steps: Sequence[Rows]) -> list[Rows]:
@@ -132,13 +135,15 @@ class Filler:
         """Fill the leases of steps together. After a failure, fill each lease separately. Returns
         the steps whose leases were filled."""
         try:
-            # On a GPU, the worker's thread also fills leases in inference mode.
+            # On a GPU, inference mode is used here because the worker's thread also fills leases in
+            # inference mode.
             with self.stream.entered(), torch.inference_mode(self.stream.is_cuda):
                 self._fill_together(steps)
             return steps
         except Exception:
             if len(steps) == 1:
-                # The engine and later steps continue. Requests report these rows as dropped.
+                # After this error, the engine and all later steps continue. The requests report
+                # these rows as dropped.
                 logger.exception("vllm-scope: rows could not be delivered")
                 self._lost(steps[0].labels)
                 return ()
@@ -157,7 +162,7 @@ class Filler:
         lease = JoinedLease([step.lease for step in steps], self._ring)
         self._fill(whole, joined([step.labels for step in steps]), None, lease, None)
 
-    # At once, on a GPU
+    # Steps that are copied at once, on a GPU
 
     def copy(
         self,
@@ -171,17 +176,18 @@ class Filler:
         rows are lost), and a copy of the positions on the host."""
         if positions is not None:
             positions = to_host(positions)
-        # Sums query the event in later steps, so the next step must use another event.
+        # If rows are added to sums, later steps query this event. The next step must then use
+        # another event.
         written = self.stream.wait_for_taps(lasting=labels.sums)
         copied, whole = self.stream.event(), True
         with self.stream.entered():
             try:
                 self._fill(region, labels, boundary, lease, positions, written.query)
             except Exception:
-                # Encoding can run out of memory. The engine's step continues, and requests report
-                # these rows as dropped.
+                # The encoding of rows can fail if no device memory is left. The engine's step
+                # continues, and the requests report these rows as dropped.
                 logger.exception("vllm-scope: rows could not be encoded")
-                self.stream.synchronize()  # after this, no kernel writes to the lease
+                self.stream.synchronize()  # after this call, no kernel writes to the lease
                 whole = False
             copied.record()
             region.fence.set()

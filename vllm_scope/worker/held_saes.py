@@ -1,13 +1,14 @@
 """The SAEs that a worker holds. Computes the strongest features of many rows together.
 
-Owns:  DeviceSae (the encoder of one SAE on the device), `hold_saes`; PairMaker, the
-       protocol of DeviceSae and DeviceLens.
-Runs:  in workers that drain. SAEs are loaded at start. The drain thread computes features. For
-       large steps on a GPU, the worker's thread enqueues this work on the drain's stream.
+Owns:  DeviceSae (the encoder of one SAE on the device), `hold_saes`, and PairMaker (the protocol of
+       DeviceSae and DeviceLens).
+Runs:  in workers that have a drain. SAEs are loaded when the worker starts. The drain thread
+       computes features. For large steps on a GPU, the worker's thread enqueues the computation of
+       features on the drain's stream.
 From:  saes.sae.   To: packer.
 
-Promise: the host never waits for the device. Products need at most about 2 * MOST_BYTES of device
-memory. Weights in float8 need UNPACKED_BYTES more.
+Promise: the host never waits for the device. Products of rows and weights need about 2 * MOST_BYTES
+of device memory, or less. If weights are in float8, the products need UNPACKED_BYTES more.
 """
 
 from __future__ import annotations
@@ -25,19 +26,21 @@ from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
 from vllm_scope.request.heads import LensKey
 from vllm_scope.saes.sae import Sae
 
-#: Largest size of the products of one launch: 1,024 rows for an SAE of 65,536 features. The
-#: products of 768 rows took 1.5 ms in two launches, and 0.95 ms in one launch (H100).
+#: The products of one launch have at most this many bytes. For an SAE of 65,536 features, these are
+#: the products of 1,024 rows. The products of 768 rows took 1.5 ms in two launches, and 0.95 ms in
+#: one launch (H100).
 MOST_BYTES = 256 << 20
 #: If weights are in float8, at most this many bytes of weights are unpacked at a time.
 UNPACKED_BYTES = 32 << 20
 FP8 = torch.float8_e4m3fn
-#: Number of features in a group. The k strongest features are in the k groups with the largest
+#: The number of features in a group. The k strongest features are in the k groups with the largest
 #: maxima, so only the features of these groups are sorted.
 GROUP = 64
 
 
 def num_bytes(sae: Sae, dtype: torch.dtype) -> int:
-    """Bytes of an SAE's encoder with weights of this dtype; FP8 includes the scales."""
+    """The number of bytes of an SAE's encoder, if the weights have this dtype. For FP8, this number
+    includes the scales."""
     num_vectors = 1 + _has_thresholds(sae) + (dtype == FP8)
     return sae.d_sae * (sae.d_model * dtype.itemsize + 4 * num_vectors)
 
@@ -46,14 +49,14 @@ def hold_saes(
     saes: Iterable[Sae], most_mib: float, dtype: torch.dtype, device: torch.device,
     fp8: bool = False,
 ) -> dict[str, DeviceSae]:  # fmt: skip
-    """Name of an SAE -> its encoder. Empty if `most_mib` is 0.
+    """Maps the name of each SAE to its encoder on the device. Empty if `most_mib` is 0.
 
     Args:
         most_mib: additional_config['scope'].saes_mib.
-        fp8: As in DeviceSae.
+        fp8: The same as for DeviceSae.
 
     Raises:
-        ConfigError: the encoders take more than `most_mib`.
+        ConfigError: the encoders need more than `most_mib` MiB.
     """
     every = list(saes) if most_mib else []
     kept = FP8 if fp8 else kept_dtype(dtype, device)
@@ -63,7 +66,7 @@ def hold_saes(
             f"additional_config['scope'].saes_mib is {most_mib:g}; the encoders of "
             f"{', '.join(shown(sae.name) for sae in every[:8])} take {needed:,.1f} MiB of each "
             f"device. Name fewer SAEs{'' if fp8 else ', set saes_dtype to fp8'}, or raise "
-            "saes_mib. With 0, requests can name only single features."
+            "saes_mib. If saes_mib is 0, requests can name only single features."
         )
     held = {sae.name: DeviceSae(sae, dtype, device, fp8) for sae in every}
     if device.type == "cuda":
@@ -89,7 +92,8 @@ class PairMaker(Protocol):
 
 
 class DeviceSae:
-    """The encoder of one SAE: f = s if s > threshold, else 0, with s = x . weight + bias.
+    """The encoder of one SAE. For a row x with s = x . weight + bias, a feature is s if s >
+    threshold, else 0.
 
     Args:
         dtype: The dtype of rows. Weights are rounded to this dtype. Sums are float32.
@@ -152,7 +156,7 @@ class DeviceSae:
         return packed_pairs(rows, count, self._most_rows, found)
 
     def _pack_in_kernels(self, rows: Tensor, count: int, num_active: int) -> Tensor:
-        """The result of `pack`, for few features on a GPU. Needs few launches."""
+        """The result of `pack`, for few features on a GPU. This method needs few launches."""
         from vllm_scope.worker.maxima import maxima
         from vllm_scope.worker.topk import put_pairs
 
@@ -180,7 +184,7 @@ class DeviceSae:
         return strongest(self._features(products.add_(self._bias), self._threshold), count)
 
     def _products(self, rows: Tensor) -> Tensor:
-        """float32 [n, d_sae], x . weight."""
+        """The product x . weight for each row x, float32 [n, d_sae]."""
         if self._scale is None:
             return _products(rows, self._weight)
         d_sae, d_model = self._weight.shape
@@ -197,12 +201,12 @@ class DeviceSae:
 
     @staticmethod
     def _features(found: Tensor, thresholds: Tensor | None) -> Tensor:
-        """Apply the thresholds to pre-activations, in place. NaN stays NaN."""
+        """Apply the thresholds to pre-activations, in place. A NaN stays a NaN."""
         return found if thresholds is None else found.masked_fill_(found <= thresholds, 0)
 
 
 def affine(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """float32 rows . weight^T + bias.
+    """The result of rows . weight^T + bias, in float32.
 
     Args:
         rows: [n, d].
@@ -226,9 +230,10 @@ def packed_pairs(
 
     Args:
         most_rows: The largest number of rows in one call of `found`.
-        found: A function: rows -> values and indices, [n, at most count].
-        absent: If `found` returns fewer than `count` pairs, the index of the other pairs. Their
-            value is 0.
+        found: A function that returns the values and the indices for n rows, each [n, at most
+            count].
+        absent: The index of the missing pairs, if `found` returns fewer than `count` pairs. The
+            value of these pairs is 0.
     """
     packed = empty_pairs(rows, count)
     if absent:
@@ -247,7 +252,7 @@ def empty_pairs(rows: Tensor, count: int) -> Tensor:
 
 
 def strongest(features: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest features of each row, [n, count], descending; and their indices."""
+    """The `count` largest features of each row, [n, count], descending, and their indices."""
     num_rows, width = features.shape
     if not _grouped(width, count):
         found = features.topk(count)
@@ -267,7 +272,7 @@ def _among(
 
     Args:
         largest: [n, groups], the largest feature of each group.
-        features_at: A function: indices, int64 [n, m] -> the features at the indices, [n, m].
+        features_at: A function that returns the features [n, m] at the given indices, int64 [n, m].
     """
     best = largest.topk(count).indices
     within = torch.arange(GROUP, device=largest.device)
@@ -277,8 +282,9 @@ def _among(
 
 
 def kept_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of weights for rows of this dtype: the same dtype on a GPU, float32 on a CPU. A CPU
-    has no product of 16-bit numbers with a float32 result."""
+    """The dtype in which weights are kept for rows of this dtype. On a GPU, this is the dtype of
+    the rows. On a CPU, this is float32, because a CPU cannot multiply 16-bit numbers into float32.
+    """
     return dtype if device.type == "cuda" else torch.float32
 
 
@@ -286,7 +292,7 @@ def _has_thresholds(sae: Sae) -> bool:
     return sae.threshold is not None or sae.gate_bias is not None
 
 
-#: Name of an SAE, or key of a lens -> its pair maker.
+#: Maps the name of an SAE, or the key of a lens, to its pair maker.
 PairMakers = Mapping[str | LensKey, PairMaker]
 #: The pair makers of a worker that holds no SAE and no lens.
 NONE: PairMakers = {}

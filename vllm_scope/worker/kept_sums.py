@@ -1,10 +1,11 @@
 """All sums of a worker, in memory that is reserved at the start.
 
-Owns:  KeptSums: the sums by name, place and label, and the number of rows that were not added.
+Owns:  KeptSums, which has the sums by name, place and label, and the number of rows that were not
+       added to sums.
 Runs:  on the threads of worker.summing.   To: batch.sums.
 
-Promise: sums of at most `most_bytes` always fit, also after other sums were dropped. Sums are views
-of the reserved memory: after the start, no memory is allocated for sums.
+Promise: sums of at most `most_bytes` always fit into the memory, even after other sums were
+dropped. Sums are views of the reserved memory. Therefore no memory is allocated for sums later.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ class KeptSums:
     ) -> None:
         self._dtype, self._widths = dtype, widths
         self._reserved = torch.empty(most_bytes, dtype=torch.uint8, device=device)
-        #: Key -> (sums, index of their first byte in `_reserved`), ordered by this index.
+        #: Maps a key to the sums of the key, and to the index of the first byte of these sums in
+        #: `_reserved`. The keys are in the order of this index.
         self._sums: dict[Key, tuple[DeviceSums, int]] = {}
-        #: `_end`: the index after the last used byte. `_num_bytes`: used bytes, without gaps.
+        #: `_end`: the index after the last used byte. `_num_bytes`: the number of used bytes,
+        #: without the gaps between sums.
         self._end = self._num_bytes = 0
-        #: Key -> how many rows were not added, because there are no fitting sums.
+        #: Maps a key to the number of rows that were not added to any sums.
         self._missing: Counter[Key] = Counter()
         if most_bytes and device.type == "cuda":
             from vllm_scope.worker import squares  # needs Triton
@@ -55,8 +58,8 @@ class KeptSums:
                 squares.load(dtype, size // dtype.itemsize)
 
     def of(self, key: Key, action: ResolvedMoments) -> DeviceSums | None:
-        """The sums of a key, which are created if needed. None if there is no room for new sums, or
-        if the existing sums are of another kind than the action needs."""
+        """The sums of a key. If the key has no sums yet, sums are created. None if there is no room
+        for new sums, or if the existing sums are of another kind than the action needs."""
         kind = action.covariance, action.target is not None
         if key in self._sums:
             found = self._sums[key][0]
@@ -83,7 +86,7 @@ class KeptSums:
         end = 0
         for key, (one, start) in self._sums.items():
             shift = start - end
-            # Copied in parts of `shift` bytes, because such a part does not overlap its target.
+            # Sums are copied in parts of `shift` bytes, because no such part overlaps its target.
             for first in range(start, start + one.num_bytes, shift) if shift else ():
                 size = min(shift, start + one.num_bytes - first)
                 self._room(first - shift, size).copy_(self._room(first, size))
@@ -93,7 +96,7 @@ class KeptSums:
         self._end = end
 
     def lose(self, key: Key, count: int) -> None:
-        """Count `count` rows as missing."""
+        """Add `count` to the number of rows that are missing from the sums of a key."""
         if key not in self._missing:
             logger.error("vllm-scope: rows are missing from the sums of %s", key)
         self._missing[key] += count
@@ -112,7 +115,7 @@ class KeptSums:
         return msgspec.structs.replace(found, missing=found.missing + self._missing[key])
 
     def drop(self, name: str) -> bool:
-        """Forget the sums of a name. Returns False if the name has no sums."""
+        """Forget all sums with this name. Returns False if there are no sums with this name."""
         gone = [key for key in self.keys() if key[0] == name]
         for key in gone:
             self._missing.pop(key, None)

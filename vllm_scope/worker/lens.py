@@ -1,7 +1,7 @@
 """Computes the likeliest tokens of many rows together, with the model's norm and unembedding.
 
-Owns:  DeviceLens; DeviceMap (one affine map of a lens), `hold_lenses`.
-Runs:  in workers that drain and hold the unembedding, on the same threads as held_saes.
+Owns:  DeviceLens, DeviceMap (one affine map of a lens), `hold_lenses`.
+Runs:  in workers that have a drain and the unembedding, on the same threads as held_saes.
 From:  engine.worker.unembedding (finds the model's layers).   To: packer.
 
 Promise: the host never waits for the device. The float32 logits need at most MOST_BYTES of device
@@ -32,8 +32,8 @@ class DeviceLens:
     """A model's lens on the device.
 
     Attributes:
-        logits: a function: rows [n, hidden_size], model dtype -> logits [n, vocab_size]. The logits
-            have no padding.
+        logits: a function that computes logits [n, vocab_size] from rows [n, hidden_size] with the
+            model's dtype. The logits have no padding.
     """
 
     logits: Callable[[Tensor], Tensor]
@@ -49,8 +49,9 @@ class DeviceLens:
         return replace(self, logits=lambda rows: self.logits(mapped(rows)))
 
     def reserve(self, row: Tensor) -> None:
-        """Compute `most_rows` rows one time, so that torch's allocator keeps enough memory for
-        later rows. Call this on the stream that will compute the later rows.
+        """Compute the tokens of `most_rows` rows one time, so that torch's allocator keeps enough
+        memory for later rows. Call this method on the stream that will compute the tokens of later
+        rows.
 
         Args:
             row: [hidden_size].
@@ -67,8 +68,8 @@ class DeviceLens:
             ) from None
 
     def pack(self, rows: Tensor, count: int) -> Tensor:
-        """The likeliest tokens of each row, in the format of request.heads.Likeliest. Arguments as
-        for PairMaker.pack."""
+        """The likeliest tokens of each row, in the format of request.heads.Likeliest. The arguments
+        are the same as for PairMaker.pack."""
 
         def found(some: Tensor) -> tuple[Tensor, Tensor]:
             logits = self.logits(some).float()
@@ -80,7 +81,8 @@ class DeviceLens:
 
 
 class DeviceMap:
-    """One map of a lens on the device: weight x + bias. If `residual`, x + weight x + bias.
+    """One map of a lens on the device. A row x is mapped to weight x + bias. If `residual` is True,
+    the row is mapped to x + weight x + bias.
 
     Args:
         dtype: The rows' dtype. Sums are float32. The mapped row is rounded to `dtype`.
@@ -95,13 +97,13 @@ class DeviceMap:
         self._bias = zeros if one.bias is None else one.bias.to(device=device).float()
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """The mapped rows, [n, d_model], with the dtype of `rows`, [n, d_model]."""
+        """The mapped rows. `rows` and the result are [n, d_model], and have the same dtype."""
         found = affine(rows, self._weight, self._bias)
         return (found.add_(rows) if self._residual else found).to(rows.dtype)
 
 
 def num_bytes(lens: LinearLens, num_maps: int, dtype: torch.dtype) -> int:
-    """Bytes of `num_maps` maps of a lens, with weights of this dtype."""
+    """The number of bytes of `num_maps` maps of a lens, if the weights have this dtype."""
     return num_maps * lens.d_model * (lens.d_model * dtype.itemsize + 4)
 
 
@@ -109,15 +111,16 @@ def hold_lenses(
     lenses: Iterable[LinearLens], most_mib: float, here: Collection[int], moved: Collection[int],
     dtype: torch.dtype, device: torch.device,
 ) -> dict[LensKey, DeviceMap]:  # fmt: skip
-    """(lens name, boundary) -> the map on the device, for places with a tap on this worker.
+    """Maps (lens name, boundary) to the lens map on the device, for all places that have a tap on
+    this worker.
 
     Args:
         most_mib: additional_config['scope'].lenses_mib.
-        here: Boundaries with a tap.
-        moved: As in Sites. The rows that enter these layers have no tap.
+        here: The boundaries that have a tap on this worker.
+        moved: The layers whose input rows have no tap, as in Sites.
 
     Raises:
-        ConfigError: the maps take more than `most_mib`.
+        ConfigError: the maps need more than `most_mib` MiB.
         SpecError: a map has a number that is not finite.
     """
     found: list[tuple[LinearLens, Place]] = [

@@ -1,9 +1,11 @@
-"""Computes the largest feature of each group of an SAE's features. Reads the products one time.
+"""Computes the largest feature of each group of an SAE's features. The kernel reads the products of
+rows and weights one time.
 
-Owns:  `maxima`, a Triton kernel.
+Owns:  `maxima`, with a Triton kernel.
 Runs:  on GPUs, on the thread that computes features (see worker.held_saes).
 
-Promise: features are computed as in held_saes. If a group has a NaN, the group's maximum is NaN.
+Promise: features are computed in the same way as in held_saes. If a group has a NaN, the group's
+maximum is NaN.
 """
 
 from __future__ import annotations

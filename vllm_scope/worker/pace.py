@@ -1,16 +1,17 @@
-"""Decides when the drain thread processes its waiting items (a "look").
+"""Decides when the drain thread processes its waiting items.
 
 Owns:  Pace.
 Runs:  `look`, `rest` and `sleep` on the drain thread, the other methods on any thread.
 
-The drain thread delivers several steps at a time. The next look is after LINGER_S. If a request has
-ended, the next look is earlier, because the request's caller waits. The drain thread shares the GIL
-with the thread that launches the model. When the drain thread woke up for each step of 1 ms, the
-launching thread lost a third of its speed (measured, H200, 0.5B shape). On a GPU, the drain thread
-therefore starts no work during a launch. A caller follows a request if the caller reads rows while
-the request runs. If no request is followed, rows and scores can wait longer. Longer waits save time
-of the front-end: a message of one step takes 0.6 ms, and a message of 16 steps takes 0.7 to 0.9 ms
-(measured, 16 requests, two busy cores).
+The drain thread delivers several steps at a time. After the thread has delivered steps, it usually
+rests for LINGER_S. If a request has ended, this rest is shorter, because the request's caller waits
+for the last rows. The drain thread shares the GIL with the thread that launches the model. When the
+drain thread woke up for each step of 1 ms, the launching thread lost a third of its speed (measured
+on an H200, with the shape of a 0.5B model). On a GPU, the drain thread therefore starts no work
+during a launch. A caller follows a request if the caller reads rows while the request runs. If no
+request is followed, rows and scores can wait longer. Longer waits save time of the front-end: a
+message with the rows of one step takes 0.6 ms, and a message with the rows of 16 steps takes 0.7 to
+0.9 ms (measured with 16 requests, on two busy cores).
 """
 
 from __future__ import annotations
@@ -21,21 +22,22 @@ from collections.abc import Callable
 
 #: How long rows can wait for the next step's rows, if a caller reads rows of a running request.
 LINGER_S = 0.004
-#: How long rows can wait, if no caller reads rows of a running request.
+#: How long rows can wait for the rows of later steps, if no caller reads rows of a running request.
 LINGER_UNSEEN_S = 0.08
 #: How long the last rows of a request can wait.
 LINGER_AT_END_S = 0.002
 #: The longest time that the drain thread waits for the end of a launch.
 MOST_LAUNCH_S = 0.05
 #: For each second of work, the drain thread owes REST seconds of rest. If the thread owes more than
-#: MOST_OWED_S, it rests for LINGER_AT_END_S to MOST_REST_S after each look, also if a request has
-#: ended. The rest is not longer, because a worker that needs room in a ring waits for the thread.
-#: If the thread owes less, the end of a request ends the rest.
+#: MOST_OWED_S, it rests for LINGER_AT_END_S to MOST_REST_S each time, even if a request has ended.
+#: The rest has an upper limit, because a worker that needs room in a ring waits for the thread. If
+#: the thread owes less, the end of a request ends the rest.
 REST, MOST_REST_S, MOST_OWED_S = 4, 0.04, 0.2
 
 
 class Pace:
-    """Decides how long the drain thread sleeps and rests. Other threads can end both early.
+    """Decides how long the drain thread sleeps and rests. Other threads can end each sleep or rest
+    early.
 
     Attributes:
         sleeping: True while the drain thread waits for an item.
@@ -46,9 +48,11 @@ class Pace:
         #: Seconds of rest that the thread owes, and the time of the last update of this number.
         self._owed, self._rested = 0.0, time.monotonic()
         self._wake = threading.Event()
-        #: Events since the last look: a request has ended; the next look should be soon; or now.
+        #: Three events since the drain thread last processed items. `_ended`: a request has ended.
+        #: `_soon`: the thread should process items soon. `_now`: the thread should process items at
+        #: once.
         self._ended, self._soon, self._now = (threading.Event() for _ in range(3))
-        #: Not set between `begin_launch` and `end_launch`.
+        #: This event is not set between the calls of `begin_launch` and `end_launch`.
         self._between_launches = threading.Event()
         self._between_launches.set()
         #: Keys of followed requests: running requests whose callers read values as they arrive.
@@ -67,17 +71,17 @@ class Pace:
         self._followed.add(key)
 
     def unfollow(self, key: int) -> None:
-        """Note that the caller does not read arriving rows of this request any more."""
+        """Record that the caller does not read arriving rows of this request any more."""
         self._followed.discard(key)
 
     def ended(self) -> None:
-        """Note that a request has ended. The request's caller waits for the last rows."""
+        """Record that a request has ended. The request's caller waits for the last rows."""
         for news in (self._ended, self._soon):
-            if not news.is_set():  # many requests end in one step, and is_set() is faster
+            if not news.is_set():  # is_set() is faster, and many requests can end at once
                 news.set()
 
     def soon(self) -> None:
-        """Shorten the wait for the next look from LINGER_UNSEEN_S to LINGER_S."""
+        """Shorten the rest of the drain thread from LINGER_UNSEEN_S to LINGER_S."""
         self._soon.set()
 
     def hurry(self) -> None:
@@ -87,8 +91,8 @@ class Pace:
 
     def begin_launch(self) -> None:
         """Let the drain thread start no work until `end_launch`. The worker's thread launches the
-        model in hundreds of operations. Each operation releases the GIL, and would then have to
-        wait until the drain thread releases the GIL."""
+        model in hundreds of operations. Each operation releases the GIL. The worker's thread would
+        then have to wait until the drain thread releases the GIL."""
         self._between_launches.clear()
 
     def end_launch(self) -> None:
@@ -96,8 +100,8 @@ class Pace:
             self._between_launches.set()
 
     def await_launch(self) -> None:
-        """Wait for the end of a launch. If `hurry` was called since the last look, return at once,
-        also if the launch began after that call."""
+        """Wait for the end of a launch. If `hurry` was called since the drain thread last processed
+        items, return at once, even if the launch began after that call."""
         if not self._now.is_set():
             self._between_launches.wait(MOST_LAUNCH_S)
 
@@ -107,12 +111,12 @@ class Pace:
             self._wake.set()
 
     def look(self) -> None:
-        """Begin a look: clear the events that requested a look."""
+        """Clear the events by which other threads ask the drain thread to process its items."""
         for news in (self._ended, self._soon, self._now):
             news.clear()
 
     def sleep(self, is_idle: Callable[[], bool]) -> None:
-        """If `is_idle()` is True, wait for `wake`."""
+        """If `is_idle()` is True, sleep until another thread calls `wake` or `hurry`."""
         self.sleeping = True
         if is_idle():
             self._wake.wait()
@@ -120,10 +124,10 @@ class Pace:
         self.sleeping = False
 
     def rest(self, worked_s: float) -> None:
-        """Rest, so that several items collect before the next look.
+        """Rest, so that several items collect before the drain thread processes items again.
 
         Args:
-            worked_s: CPU seconds of the last look.
+            worked_s: The CPU time, in seconds, for the items that were processed last.
         """
         earned = REST * worked_s
         now = time.monotonic()

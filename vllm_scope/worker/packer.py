@@ -1,14 +1,14 @@
 """Gathers the rows of a region of the arena, and applies heads to the rows.
 
-Owns:  Packer: the slots in the batch for each row of a region, and the weights of heads.
+Owns:  Packer, which has the slots in the batch for each row of a region, and the weights of heads.
 Runs:  `hold` and `num_slots` on the worker's thread, `release_all` on the drain thread. On a CPU,
        and for deferred steps, `pack` runs on the drain thread, else on the worker's thread.
        Work on a GPU is enqueued on the drain's stream.
 From:  filler.   To: codecs.packed, probe_bank, held_saes, lens.
 
 Promise: the host never waits for the device. The number of kernel launches depends on the number of
-(layout, head) pairs and of bytes, not of rows. The extra memory is limited, because a head gets at
-most CHUNK_BYTES of raw rows in one call.
+pairs (layout, head) and on the number of bytes, but not on the number of rows. The extra memory is
+limited, because a head gets at most CHUNK_BYTES of raw rows in one call.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ from vllm_scope.worker.slot_views import WORDS, Grid, gathered
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: One call of a head gets at most this many bytes of raw rows. Encoding needs about ten times as
-#: much memory.
+#: One call of a head gets at most this many bytes of raw rows. To encode these rows needs about ten
+#: times as much memory.
 CHUNK_BYTES = 16 << 20
 #: The largest number of distinct projections of rp8 for all running requests.
 MOST_PROJECTIONS = 8
 #: The first three fields of a _Move.
 _Kind = tuple[Head | tuple[Bank, ...] | None, int, int]
-#: Kind -> first slots in the region, and in the chunk.
+#: Maps a `_Kind` to pairs: the first slots of rows in the region, and in the chunk.
 _Found = dict[_Kind, list[tuple[Ints, Ints]]]
 
 
 @dataclass(frozen=True)
 class _Move:
-    """Moves rows of one kind from a region to a batch.
+    """Moves rows with the same head and the same size from a region to a batch.
 
     Attributes:
-        head: the head that is applied to the rows; None for raw rows. A tuple has several banks:
-            the rows are divided into equal parts, one part for each bank.
+        head: the head that is applied to the rows; None for raw rows. If `head` is a tuple of
+            banks, the rows are divided into equal parts, one part for each bank.
         num_slots: slots of one row in the region.
-        row_bytes: bytes of a row for the head, without padding.
-        sources: the rows' first slots in the region. A Grid if the slots are at regular distances,
-            else int64 [n].
-        targets: the first slots in the chunk, of the rows or of the head's results. The type is as
-            for `sources`.
+        row_bytes: the number of bytes of a row that the head gets, without padding.
+        sources: the rows' first slots in the region. A Grid if these slots are at regular
+            distances, else int64 [n].
+        targets: the first slots of the rows, or of the head's results, in the chunk. A Grid if
+            these slots are at regular distances, else int64 [n].
     """
 
     head: Head | tuple[Bank, ...] | None
@@ -74,7 +74,7 @@ class _Move:
     targets: Tensor | Grid
 
     def rows(self, words: Tensor) -> Tensor:
-        """The rows, int64 [n, words of a row]: a view of the region, or a copy."""
+        """The rows, int64 [n, words of a row]. The result is a view of the region, or a copy."""
         if isinstance(self.sources, Grid):
             return self.sources.rows(words, self.num_slots)
         return gathered(words, self.sources, self.num_slots)
@@ -100,7 +100,7 @@ class _Move:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Consecutive tokens: slots `start` to `stop` - 1 of the batch.
+    """Consecutive tokens, which have the slots from `start` to `stop` - 1 of the batch.
 
     Attributes:
         in_order: True if the chunk has only one move, and the move's targets are ascending.
@@ -121,13 +121,13 @@ class _Sized:
     num_slots: int
 
     def is_for(self, labels: Labels, boundary: int | None) -> bool:
-        # A steady decode step has the same array as the previous step (plan._Steady).
+        # A steady decode step has the same array `layout_of` as the previous step (plan._Steady).
         return labels.layout_of is self.labels.layout_of and boundary == self.boundary
 
 
 @dataclass(frozen=True)
 class _Plan(_Sized):
-    """The moves of a step, or of several steps."""
+    """The moves for a step. Later steps with the same layouts use the same moves."""
 
     chunks: list[_Chunk]
 
@@ -139,11 +139,11 @@ class Packer:
     Args:
         dtype, device: the arena's dtype and device.
         widths: bytes of a raw row, by kind.
-        saes: The SAEs that the worker holds, by name; and the lenses, by heads.LensKey.
-        entered: Returns the context in which weights are loaded to the device.
-        stacks: True if similar banks (`Banks.like`) are computed together. This needs fewer
-            launches, but the last bit of a score can then depend on other requests. None: True on
-            a GPU, False on a CPU.
+        saes: The SAEs that the worker holds, by name, and the lenses, by heads.LensKey.
+        entered: A function that returns the context in which weights are loaded to the device.
+        stacks: True if similar banks (`Banks.like`) are computed together. The computation then
+            needs fewer launches, but the last bit of a score can depend on other requests. If None,
+            `stacks` is True on a GPU and False on a CPU.
     """
 
     dtype: torch.dtype
@@ -154,9 +154,9 @@ class Packer:
     stacks: bool | None = None
     _plan: _Plan | None = None
     _sized: _Sized | None = None
-    #: Request key -> the projections that the request can need.
+    #: Maps the key of a request to the projections that the request can need.
     _held: dict[int, frozenset[Encoding]] = field(default_factory=dict)
-    #: Request key -> its probes' nets.
+    #: Maps the key of a request to the nets of the request's probes, by bank.
     _probing: dict[int, Mapping[Bank, Sequence[Net]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -169,7 +169,7 @@ class Packer:
         self, key: int, encodings: Sequence[Encoding], banks: Mapping[Bank, Sequence[Net]]
     ) -> None:
         """Prepare the projections of a request's codecs and the weights of its probes. Call this
-        before the request's first step.
+        method before the request's first step.
 
         Raises:
             CapacityError: there are too many distinct projections, or no device memory is left.
@@ -209,7 +209,8 @@ class Packer:
         self._held[key] = large
 
     def release_all(self, keys: Iterable[int]) -> None:
-        """Release the weights and projections of ended requests. Call this after the last rows."""
+        """Release the weights and projections of ended requests. Call this method after the last
+        rows of these requests were packed."""
         every: list[Bank] = []
         for key in keys:
             self._held.pop(key, None)
@@ -218,7 +219,7 @@ class Packer:
             self._banks.release(every)
 
     def num_slots(self, labels: Labels, boundary: int | None) -> int:
-        """The number of slots of the batch that `pack` makes. Any thread can call this."""
+        """The number of slots of the batch that `pack` makes. Any thread can call this method."""
         sized = self._sized
         if sized is None or not sized.is_for(labels, boundary):
             num_slots = _num_slots(labels, boundary, self.widths)
@@ -232,7 +233,7 @@ class Packer:
 
         Args:
             region: [num_slots, elements of a slot], a view of the arena.
-            labels, boundary: As in sinks.RowBatch.
+            labels, boundary: The same as in sinks.RowBatch.
             into: uint8 [num_slots(...), SLOT_BYTES], host memory, pinned if there is a GPU.
 
         Returns:
@@ -266,7 +267,7 @@ class Packer:
         size = (chunk.stop - chunk.start) * WORDS
         made = [self._made(move, words, failed) for move in chunk.moves]
         whole = sum(found.numel() for found in made) == size
-        # The rows of one layout are in the order of their targets.
+        # The results of a single move with ascending targets are already the whole chunk.
         if len(made) == 1 and chunk.in_order and whole:
             return made[0].reshape(-1, WORDS)
         empty = torch.empty if whole else torch.zeros
@@ -289,7 +290,7 @@ class Packer:
         try:
             return self._pack_of(head)(rows).view(torch.int64)
         except Exception:
-            if isinstance(head, tuple):  # separate banks need less memory, and fail separately
+            if isinstance(head, tuple):  # one bank at a time needs less memory, and can fail alone
                 parts = rows.split(len(rows) // len(head))
                 alone = zip(head, parts, strict=True)
                 return torch.cat([self._packed(one, part, failed) for one, part in alone])
@@ -298,8 +299,8 @@ class Packer:
             return self._nothing_of(head, rows)
 
     def _nothing_of(self, head: Head, rows: Tensor) -> Tensor:
-        """The results that replace those of a failed head: values of NaN and indices of -1. For a
-        codec, the encoding of a row of NaN."""
+        """The results that replace the results of a failed head. Values are NaN, and indices are
+        -1. If the head is a codec, each result is the encoding of a row of NaN."""
         if isinstance(head, Encoding):
             none = torch.full((1, rows.shape[1]), torch.nan, dtype=self.dtype)
             words = packing_of(head).pack(none).view(torch.int64).to(self.device)
@@ -342,11 +343,11 @@ class Packer:
             yield _Chunk(first * after, (first + count) * after, moves, _in_order(moves))
 
     def _at(self, first: int, num_tokens: int, step: int, parts: list[Ints]) -> Tensor | Grid:
-        """First slots of the rows of some tokens with one layout, ordered by part.
+        """The first slots of the rows of some tokens, ordered by part. All tokens have one layout.
 
         Args:
             first, step: The first token's first slot, and the number of slots of a token.
-            parts: For each part, first slots relative to the token's first slot.
+            parts: For each part, the first slots of its rows, counted from the token's first slot.
         """
         if len({len(part) for part in parts}) == 1:
             grid = Grid.of(first, num_tokens, step, np.array(parts))
@@ -422,7 +423,7 @@ def _in_order(moves: Sequence[_Move]) -> bool:
 
 
 def _num_slots(labels: Labels, boundary: int | None, widths: Widths) -> int:
-    """Slots of all tokens in the batch."""
+    """The number of slots of all tokens in the batch."""
     if len(labels.layouts) == 1:
         return len(labels.keys) * _local(labels.layouts, boundary)[0].slots(widths)
     return int(_sizes(labels, boundary, widths)[1].sum())
@@ -433,18 +434,18 @@ def _local(layouts: Sequence[Layout], boundary: int | None) -> list[Layout]:
 
 
 def _sizes(labels: Labels, boundary: int | None, widths: Widths) -> tuple[Ints, Ints]:
-    """Slots of each token in the region, and in the batch."""
+    """The number of slots of each token in the region, and in the batch."""
     layouts = _local(labels.layouts, boundary)
     before = np.array([layout.arena.slots(widths) for layout in layouts], np.int64)
     after = np.array([layout.slots(widths) for layout in layouts], np.int64)
-    if boundary is not None:  # the region is of one tap: all tokens have the same number of slots
+    if boundary is not None:  # in the region of one tap, all tokens have the same number of slots
         before[:], after[:] = before.max(), after.max()
     return before[labels.layout_of], after[labels.layout_of]
 
 
 def _weight(layout: Layout, widths: Widths) -> int:
-    """The slots that one token needs in a chunk: the raw rows of one head call, or the slots that
-    the token delivers (the larger number)."""
+    """The number of slots that one token needs in a chunk. The result is the larger of two numbers:
+    the slots of the raw rows in one call of a head, and the slots that the token delivers."""
     counts: Counter[object] = Counter()
     for (head, num_slots, _), sources, _ in _places(layout, widths):
         # Several banks can be computed in one call. Each SAE has its own call.
@@ -454,15 +455,16 @@ def _weight(layout: Layout, widths: Widths) -> int:
 
 
 def first_slots(labels: Labels, boundary: int | None, widths: Widths) -> Ints:
-    """int64 [num_tokens]: each token's first slot in a region. Arguments as for `pack`."""
+    """int64 [num_tokens]: each token's first slot in a region. The arguments are the same as for
+    `Packer.pack`."""
     sizes = _sizes(labels, boundary, widths)[0]
     found: Ints = np.cumsum(sizes) - sizes
     return found
 
 
 def _places(layout: Layout, widths: Widths) -> Iterator[tuple[_Kind, Ints, Ints]]:
-    """Yield (kind, first slots in the region, first slots in the batch) of a token's rows. A slot
-    is relative to the token's first slot in the region or in the batch."""
+    """Yield (kind of move, first slots in the region, first slots in the batch) for the rows of a
+    token. The slots are counted from the token's first slot in the region or in the batch."""
     arena = layout.arena
     at = arena.row_slots(widths)
 

@@ -1,13 +1,13 @@
-"""Plans each step: which batch rows get which program, and which arena slots.
+"""Plans each step. The plan says which programs and which arena slots the rows of the batch get.
 
 Owns:  Planner.
-Runs:  in every worker, before the forward. CPU only, no device sync.
+Runs:  in every worker, before the forward, on the CPU. No method waits for the device.
 From:  program.compiler (for each request), engine.worker.runners (StepBatch).
 To:    step_plan (puts the rows in order).
 
-Promise: a plan depends only on the requests and the batch. If no request has taps, a step costs
-one dict test. numpy plans all decode rows together. Python code runs for each request only for
-prompt tokens, and for selectors that pick single generated tokens.
+Promise: a plan depends only on the requests and the batch. If no request has taps, a step needs
+only one test of a dict. All decode rows are planned together, with numpy. Python code for single
+requests runs only for prompt tokens, and for selectors that pick single generated tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vllm_scope.worker.walks import Walks
 
 @dataclass
 class _Steady:
-    """The last step. The next step usually has the same requests, each one position later."""
+    """The last step. The next step usually has the same requests, one position later."""
 
     version: int
     req_ids: list[str]
@@ -52,7 +52,8 @@ class _Steady:
         )
 
     def advance(self) -> StepPlan:
-        """The plan of the next step, which matches. The next step becomes the last step."""
+        """The plan of the next step. `matches` must have returned True for this step. After the
+        call, this object describes the next step."""
         labels = self.plan.labels
         self.plan = replace(self.plan, labels=replace(labels, positions=labels.positions + 1))
         self.next_computed = self.next_computed + 1
@@ -62,20 +63,22 @@ class _Steady:
 class Planner:
     """Holds the requests with taps, and plans steps.
 
-    Verbs: `add_request`, `begin_stages`, `change_request`, `begin_step`, `finish_request`.
+    Main methods: `add_request`, `begin_stages`, `change_request`, `begin_step`, `finish_request`.
     """
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
         self._requests = Requests()
         self._walks = Walks()
-        #: Increases if a request is added, ends, changes, starts again, or begins a stage.
+        #: `_version` increases if a request is added, ends, changes, starts again, or begins a
+        #: stage.
         self._version = 0
         self._steady: _Steady | None = None
-        #: Owner number (StepPlan.owners) -> request with edits. Any thread can read this dict.
+        #: Maps an owner number (StepPlan.owners) to the id of a request with edits. Any thread can
+        #: read this dict.
         self.owners: dict[int, str] = {}
         self._last_owner = 0
-        #: The sum over all steps of the number of planned requests.
+        #: The number of planned requests, added up over all steps.
         self.num_requests_planned = 0
 
     def __len__(self) -> int:
@@ -86,9 +89,9 @@ class Planner:
 
     @property
     def is_steady(self) -> bool:
-        """True if the next step can reuse the last plan. If the next step then has the same,
-        unchanged requests, each one token later, its plan has the same `program_ids` array. If
-        False, the next plan has a new array."""
+        """True if the next step can reuse the last plan. If the next step then has the same
+        requests without changes, and each request is one token later, the next plan has the same
+        array `program_ids`. If `is_steady` is False, the next plan has a new array."""
         return self._steady is not None
 
     def key_of(self, req_id: str) -> int | None:
@@ -103,12 +106,12 @@ class Planner:
         """Plan a request's tokens from now on.
 
         Args:
-            held: If the request's programs have vectors: every program that the request's tokens
-                can get. The tables reserve room for all of these programs now. Else None.
-            logged: The request's range of the log of states.
+            held: Every program that the request's tokens can get, if the request's programs have
+                vectors; else None. The tables reserve room for all of these programs now.
+            logged: The range of the log in which the states of the request's gates are stored.
 
         Raises:
-            CapacityError: the tables have no room.
+            CapacityError: the tables have no room for the programs.
         """
         new, generated = self._hold(0, program, held)
         requests = self._requests
@@ -129,15 +132,15 @@ class Planner:
         self, req_id: str, first: int, program: RequestProgram, held: Held | None
     ) -> None:
         """Give a request's tokens another program, from the position `first` on. Earlier tokens
-        keep their program, also if they are computed again.
+        keep their program, even if they are computed again.
 
         Args:
-            first: At or after the first generated token.
-            held: As in `add_request`, for the new program. None also if all generated tokens get
-                one program.
+            first: A position at or after the first generated token.
+            held: The same as for `add_request`, but for the new program. `held` is also None if all
+                generated tokens get one program.
 
         Raises:
-            CapacityError: the tables have no room.
+            CapacityError: the tables have no room for the programs.
         """
         requests = self._requests
         index = requests.index_of[req_id]
@@ -155,9 +158,9 @@ class Planner:
         self, since: int, program: RequestProgram, held: Held | None,
         known: Sequence[Holding] = (),
     ) -> tuple[tuple[Holding, ...], int]:  # fmt: skip
-        """Hold `held` while a request runs. If all generated tokens get one program, and neither
-        `held` nor `known` has this program, hold this program too. Returns the new holdings, and
-        the id of this program (NO_PROGRAM if there is no such program)."""
+        """Let the tables hold the programs `held` while a request runs. If all generated tokens get
+        one program, and neither `held` nor `known` has this program, hold this program too. Returns
+        the new holdings, and the id of this program (NO_PROGRAM if there is no such program)."""
         # `begin_step` frees programs that only the last step used.
         self._tables.begin_step()
         new = () if held is None else (Holding(since, held, self._tables.hold(held)),)
@@ -180,7 +183,7 @@ class Planner:
             self._tables.release_set(one.held)
 
     def resume_request(self, req_id: str, num_tokens: int) -> None:
-        """Note that a preempted request starts again.
+        """Record that a preempted request starts again.
 
         Args:
             num_tokens: The number of the request's prompt tokens and accepted generated tokens.
@@ -192,11 +195,12 @@ class Planner:
 
     def begin_stages(self, req_id: str, firsts: Sequence[str]) -> None:
         """From now on, plan a request's tokens with the probes that waited for the verdicts of
-        `firsts`. Tokens before a stage's first position are also scored. Readers of scores drop
-        these tokens by the positions in the labels.
+        `firsts`. Tokens before a stage's first position are also scored. Code that reads scores
+        drops the scores of these tokens, according to the positions in the labels.
 
         Raises:
-            CapacityError: the tables have no room. The request is planned as before.
+            CapacityError: the tables have no room for the programs. In this case, the request is
+                planned as before.
         """
         requests = self._requests
         index = requests.index_of.get(req_id)
@@ -233,8 +237,8 @@ class Planner:
         return int(requests.key[index])
 
     def _new_owner(self, req_id: str) -> int:
-        """The next free owner number, in cyclic order. A running step can still use the number that
-        was freed last."""
+        """The next free owner number. The numbers are used in cyclic order, because a running step
+        can still use the number that was freed last."""
         owner = self._last_owner % (MOST_OWNERS - 1) + 1
         while owner in self.owners:
             owner = owner % (MOST_OWNERS - 1) + 1

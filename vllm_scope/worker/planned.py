@@ -1,7 +1,7 @@
 """The requests with taps, as arrays with one entry per request, and each request's programs.
 
 Owns:  Requests, Holding, `find_ids`.
-Runs:  in every worker, before the forward. CPU only, no device sync.
+Runs:  in every worker, before the forward, on the CPU. No method waits for the device.
 To:    plan, step_plan.
 """
 
@@ -24,7 +24,7 @@ class Holding(NamedTuple):
     """Programs that the tables hold for a request.
 
     Attributes:
-        since: the first position at which the programs apply: 0, or the position of a change.
+        since: the first position at which the programs apply (0, or the position of a change).
         ids: int32 [len(held)], the program ids that `Tables.hold` returned.
     """
 
@@ -48,10 +48,10 @@ class Requests:
     """The requests as arrays, so that numpy plans a decode step for all requests together.
 
     Attributes:
-        index_of: request id -> the request's index in the arrays.
-        first_fixed: if `generated_fixed`, all tokens from this position on have the program id
-            `generated`.
-        held: index -> the programs that the running request holds.
+        index_of: maps the id of a request to the request's index in the arrays.
+        first_fixed: if `generated_fixed` is True, all tokens from this position on have the program
+            id in `generated`.
+        held: maps the index of a running request to the programs that the request holds.
     """
 
     index_of: dict[str, int] = field(default_factory=dict)

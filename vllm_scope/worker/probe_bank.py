@@ -2,13 +2,14 @@
 
 Owns:  DeviceBank (the weights of one bank), DeviceStack (the weights of several similar banks),
        Banks (the banks that requests hold).
-Runs:  in workers that drain. The worker's thread loads weights. The drain thread computes numbers.
-       For large steps on a GPU, the worker's thread enqueues this work on the drain's stream.
+Runs:  in workers that have a drain. The worker's thread loads weights. The drain thread computes
+       the numbers of nets. For large steps on a GPU, the worker's thread enqueues this computation
+       on the drain's stream.
 From:  request.nets (weights).   To: packer.
 
 Promise: one matrix product in float32 computes the first layers of all nets of a bank. The weights
-of a request's banks are kept until the request's last rows were computed. Of all other weights, at
-most IDLE_BYTES are kept.
+of a request's banks are kept until the numbers of the request's last rows were computed. Of all
+other weights, at most IDLE_BYTES are kept.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from vllm_scope.request.heads import Bank
 from vllm_scope.request.nets import Net
 from vllm_scope.worker.side_stream import Entering
 
-#: The largest number of bytes of weights that no running request holds.
+#: Of the weights that no running request holds, at most this many bytes are kept.
 IDLE_BYTES = 64 << 20
-#: A bank with more bytes of weights is not copied into a stack.
+#: A bank with more bytes of weights than this number is not copied into a stack.
 MOST_STACKED = 1 << 20
 #: The largest number of bytes of weights in all cached stacks.
 MOST_STACK_BYTES = 64 << 20
@@ -48,13 +49,13 @@ class DeviceBank:
     """The weights of one bank.
 
     Args:
-        nets: the bank's nets, in the order of their numbers.
+        nets: the bank's nets, in the order in which the bank returns their numbers.
     """
 
     def __init__(self, nets: Sequence[Net], device: torch.device) -> None:
         self.num_bytes = sum(net.num_bytes for net in nets)
         firsts = [net.layers[0] for net in nets]
-        #: [width of a row, outputs of all first layers].
+        #: The weights of all first layers, [width of a row, outputs of all first layers].
         weight = torch.cat([_tensor(weight) for weight, _ in firsts])
         self.weight = _to(weight, device).t()
         self.bias: Tensor | None = None
@@ -88,7 +89,8 @@ class DeviceBank:
 
     @property
     def shape(self) -> tuple[int, int, bool]:
-        """(width of a row, how many numbers the bank computes from a row, True with biases)"""
+        """The width of a row, the number of numbers that the bank computes from a row, and whether
+        the bank has biases."""
         return (*self.weight.shape, self.bias is not None)
 
     @staticmethod
@@ -101,7 +103,8 @@ class DeviceBank:
 
 
 class DeviceStack:
-    """Several banks in one product. All banks have linear nets, and equal numbers of rows.
+    """Several banks, whose numbers are computed by one matrix product. All banks have linear nets,
+    and get equal numbers of rows.
 
     Args:
         banks: Linear banks with equal shapes.
@@ -116,10 +119,11 @@ class DeviceStack:
         self._most_rows = max(1, MOST_BYTES // (4 * len(banks) * self._weight.shape[2]))
 
     def pack(self, rows: Tensor) -> Tensor:
-        """As DeviceBank.pack. `rows` has the rows for the first bank, then the rows for the second
-        bank, and so on."""
+        """The result is the same as for DeviceBank.pack. `rows` has the rows for the first bank,
+        then the rows for the second bank, and so on."""
         x = rows.view(len(self._weight), -1, rows.shape[1])
-        # Not `bmm`: in torch 2.13, each call of `bmm` takes 0.1 to 0.2 ms of Python on the host.
+        # `bmm` is not used, because in torch 2.13 each call of `bmm` takes 0.1 to 0.2 ms of Python
+        # on the host.
         parts = [
             torch.baddbmm(self._bias, some.float(), self._weight)
             for some in x.split(self._most_rows, dim=1)
@@ -129,7 +133,8 @@ class DeviceStack:
 
 
 def _in_slots(numbers: Tensor) -> Tensor:
-    """Numbers, float32 [num_rows, n], with padding to whole slots, as uint8 [num_rows, bytes]."""
+    """The bytes of some numbers, uint8 [num_rows, bytes in whole slots], with padding. `numbers` is
+    float32 [num_rows, n]."""
     size = 4 * numbers.shape[1]
     filling = slots_of_row(size) * SLOT_BYTES - size
     if filling:
@@ -156,22 +161,24 @@ class Banks:
     """The banks that running requests hold, and some of the banks that were released last.
 
     Args:
-        entered: Returns the context in which banks are loaded.
+        entered: A function that returns the context in which banks are loaded.
     """
 
     def __init__(self, device: torch.device, entered: Entering = nullcontext) -> None:
         self._device, self._entered = device, entered
-        #: The worker's thread adds requests, and the drain thread releases requests.
+        #: This lock is needed because the worker's thread calls `hold`, and the drain thread calls
+        #: `release`.
         self._lock = threading.Lock()
-        #: Released banks are in the order of their release.
+        #: All loaded banks. The banks that no request holds are in the order of their release.
         self._loaded: dict[Bank, DeviceBank] = {}
         self._holders: Counter[Bank] = Counter()
-        #: Banks -> their stack, least recently used first. Running requests hold all these banks.
+        #: Maps several banks to their stack. The least recently used stack is first. Running
+        #: requests hold all these banks.
         self._stacks: dict[tuple[Bank, ...], DeviceStack] = {}
 
     def hold(self, banks: Mapping[Bank, Sequence[Net]]) -> None:
-        """Load and hold banks. If the device has no room, raise torch.OutOfMemoryError, and hold no
-        bank."""
+        """Load and hold banks. If the device has no room, raise torch.OutOfMemoryError, and hold
+        none of these banks."""
         with self._lock:
             try:
                 for bank, nets in banks.items():
@@ -184,7 +191,8 @@ class Banks:
             self._holders.update(banks.keys())
 
     def release(self, banks: Iterable[Bank]) -> None:
-        """Release the banks of ended requests. `banks` has each bank one time per ended request."""
+        """Release the banks of ended requests. `banks` contains a bank one time for each ended
+        request that held the bank."""
         with self._lock:
             over = False
             for bank, count in Counter(iter(banks)).items():
@@ -213,7 +221,7 @@ class Banks:
         return self._loaded[bank]
 
     def stack(self, banks: tuple[Bank, ...]) -> DeviceStack:
-        """The stack of several held banks. The banks must have equal `like` keys."""
+        """The stack of several held banks. `like` must return equal keys for these banks."""
         with self._lock:
             found = self._stacks.pop(banks, None)
             if found is None:
@@ -221,11 +229,11 @@ class Banks:
                 size = found.num_bytes + sum(one.num_bytes for one in self._stacks.values())
                 while self._stacks and size > MOST_STACK_BYTES:
                     size -= self._stacks.pop(next(iter(self._stacks))).num_bytes
-            self._stacks[banks] = found  # at the end: the most recently used stack
+            self._stacks[banks] = found  # the most recently used stack is at the end
             return found
 
     def like(self, bank: Bank) -> object:
-        """A key. Banks with equal keys can be in one stack."""
+        """The key of a bank. Banks with equal keys can be in one stack."""
         one = self._loaded.get(bank)
         if one is None or not one.linear or one.num_bytes > MOST_STACKED:
             return bank

@@ -2,10 +2,10 @@
 
 Owns:  ScoreStore, Filled.
 Runs:  on the drain thread, in the order of steps.
-From:  drain (each step's rows), core.score_index (which blocks to keep and to forget).
+From:  drain (each step's rows), core.score_index (says which blocks are kept and forgotten).
 To:    drain (the scores of cached tokens).
 
-The store keeps the delivered bytes of each token. These bytes are scores only. All tokens of a
+The store keeps the delivered bytes of each token, which contain only scores. All tokens of a
 request have one layout.
 """
 
@@ -31,17 +31,17 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 Bytes = NDArray[np.uint8]
 #: A ring of single tokens has room for _BLOCKS_BACK blocks and for TURNS + MOST_STEPS_KEPT + 2
-#: steps. EngineCore names a full block up to TURNS + 1 steps after its last token was computed. The
-#: drain can collect MOST_STEPS_KEPT more steps before the store keeps the block.
+#: steps. EngineCore can report a full block up to TURNS + 1 steps after the block's last token was
+#: computed. The drain can collect MOST_STEPS_KEPT more steps before the store keeps the block.
 _BLOCKS_BACK, MOST_STEPS_KEPT = 4, 16
 
 
 class Filled(NamedTuple):
-    """Blocks that a request has filled.
+    """KV blocks that a request has filled.
 
     Attributes:
         key: the request's key.
-        first: the index of the first block in the request.
+        first: the index of the first of these blocks among all blocks of the request.
         hashes: the blocks' hashes.
         probes: the digest of the request's probes.
     """
@@ -59,7 +59,8 @@ class _Run:
     Attributes:
         step: the number of the step. If a position was computed twice, the values of the later step
             are correct.
-        slots: which bytes of a token `data` contains, as indices; None for all bytes.
+        slots: the indices of the token's bytes that `data` contains; None if `data` contains all
+            bytes.
     """
 
     step: int
@@ -68,7 +69,8 @@ class _Run:
     slots: Ints | None
 
     def of(self, wanted: Ints) -> Bytes | None:
-        """The bytes of consecutive positions; None if they are not consecutive in `data`."""
+        """The bytes of the tokens at consecutive positions; None if these tokens are not
+        consecutive in `data`."""
         first = int(wanted[0] - self.positions[0])
         here = slice(first, first + len(wanted))
         if self.slots is not None or first < 0 or not np.array_equal(self.positions[here], wanted):
@@ -88,7 +90,7 @@ class _Singles:
         self.values = np.zeros((0, span, token_bytes), np.uint8)
         self._row_of: dict[int, int] = {}
         self._free: list[int] = []
-        #: The keys of `_row_of`, ascending, and their rows; None if `_row_of` has changed.
+        #: The keys of `_row_of`, ascending, and their rows; None after each change of `_row_of`.
         self._sorted: tuple[Ints, Ints] | None = None
 
     def __bool__(self) -> bool:
@@ -127,7 +129,8 @@ class _Singles:
         return found
 
     def put(self, steps: Ints, rows: Ints, positions: Ints, data: Bytes) -> None:
-        """Store tokens. If several tokens have the same place, the last token is kept.
+        """Store tokens in the ring. If several tokens have the same entry of the ring, the token of
+        the last step is kept.
 
         Args:
             steps, rows, positions, data: [n], the step, row, position and bytes of each token. A
@@ -136,7 +139,7 @@ class _Singles:
         at = positions % self._span
         self._put(steps, rows, positions, at, data)
         if (self.steps[rows, at] != steps).any():
-            # Several tokens have the same place. numpy does not define which token it keeps.
+            # Several tokens have one entry of the ring. numpy does not define which token it keeps.
             for _, some in by_key(steps):
                 self._put(steps[some], rows[some], positions[some], at[some], data[some])
 
@@ -165,12 +168,12 @@ class ScoreStore:
 
     Args:
         widths: bytes of a raw row, by kind.
-        step_tokens: as in Sites.
+        step_tokens: the same as in Sites.
     """
 
     def __init__(self, widths: Widths, step_tokens: int = 1) -> None:
         self._widths, self._step_tokens = widths, step_tokens
-        #: Tokens of a block; the same for all requests.
+        #: The number of tokens of a block, which is the same for all requests.
         self._block_size = 0
         self._blocks: dict[ScoreKey, Bytes] = {}
         self._requests: dict[int, _Collected] = {}
@@ -183,7 +186,8 @@ class ScoreStore:
         return bool(self._requests)
 
     def begin(self, key: int, layout: Layout, block_size: int) -> None:
-        """Start to collect the scores of a request. All tokens of the request have this layout."""
+        """Start to collect the scores of a request. `layout` is the layout of all tokens of the
+        request."""
         self._block_size = block_size
         singles = self._singles.get(layout)
         if singles is None:
@@ -243,7 +247,7 @@ class ScoreStore:
                 self._requests[int(keys[at[0]])].runs.append(run)
 
     def _slots_at(self, layout: Layout, boundary: int) -> Ints:
-        """Which bytes of a token one tap delivers, as indices."""
+        """The indices of the bytes that one tap delivers, among all bytes of a token."""
         found = []
         for head, points, _, num_slots in layout.at(boundary).encoded_at(self._widths):
             for point in points:
@@ -254,8 +258,10 @@ class ScoreStore:
 
     def keep(self, filled: Iterable[Filled]) -> None:
         """Make blocks from the collected tokens of some requests. An incomplete block is not kept.
-        `take_missing` then returns the block's key, because EngineCore counts the block as kept."""
-        #: id of a ring -> requests in the ring that fill one block each, as is usual in decoding.
+        `take_missing` returns the key of such a block, because EngineCore assumes that the block is
+        kept."""
+        #: Maps the id of a ring to the requests in the ring that have filled one block each, which
+        #: is the usual case in decoding.
         decoding: dict[int, list[tuple[_Collected, Filled]]] = {}
         for one in filled:
             collected = self._requests.get(one.key)
@@ -269,7 +275,7 @@ class ScoreStore:
 
     def _guard(self, call: Callable[[], None], filled: Iterable[Filled]) -> None:
         """Call a function that keeps these blocks. If the call fails, for example because no memory
-        is left, no block is kept."""
+        is left, none of these blocks is kept."""
         try:
             call()
         except Exception:
@@ -286,7 +292,7 @@ class ScoreStore:
         at = wanted % singles.positions.shape[1]
         whole: list[bool] = (singles.positions[rows, at] == wanted).all(axis=1).tolist()
         for (_, one), all_there, block in zip(some, whole, singles.values[rows, at], strict=True):
-            # A copy, because the store can forget each block separately.
+            # Each block is a copy, because the store can forget each block separately.
             self._put(one.hashes[0], one.probes, block.copy() if all_there else None)
 
     def _keep_one(self, collected: _Collected | None, one: Filled) -> None:
@@ -300,16 +306,17 @@ class ScoreStore:
             collected.runs = [run for run in collected.runs if run.positions.max() >= stop]
 
     def _put(self, block_hash: bytes, probes: bytes, block: Bytes | None) -> None:
-        """Keep a block. If `block` is None (a token is missing), note the block as missing."""
+        """Keep a block. If `block` is None (a token is missing), record the block as missing."""
         if block is not None:
             self._blocks[block_hash, probes] = block
             return
-        # An older block with this key can have scores of other weights of the model.
+        # An older block with this key can have scores from other weights of the model.
         self._blocks.pop((block_hash, probes), None)
         self._missing.append((block_hash, probes))
 
     def _made(self, collected: _Collected, start: int, count: int) -> list[Bytes | None]:
-        """`count` consecutive blocks from position `start` on; None for an incomplete block."""
+        """The scores of `count` consecutive blocks from position `start` on; None for an incomplete
+        block."""
         size, singles = count * self._block_size, collected.singles
         wanted = np.arange(start, start + size)
         at = wanted % singles.positions.shape[1]
@@ -333,13 +340,14 @@ class ScoreStore:
             block[where], filled[where] = run.data[some], True
         are_whole: list[bool] = np.all(filled.reshape(count, -1), axis=1).tolist()
         return [
-            # A copy, because the store can forget each block separately.
+            # Each block is a copy, because the store can forget each block separately.
             some.copy() if all_there else None
             for some, all_there in zip(np.split(block, count), are_whole, strict=True)
         ]
 
     def fill(self, hashes: Sequence[bytes], probes: bytes, lease: Lease) -> bool:
-        """Write the scores of consecutive blocks; if a block is missing, only return False."""
+        """Write the scores of consecutive blocks to a lease. If a block is missing, write nothing,
+        and return False."""
         keys = [(block_hash, probes) for block_hash in hashes]
         found = [self._blocks.get(key) for key in keys]
         missing = [key for key, block in zip(keys, found, strict=True) if block is None]
@@ -353,11 +361,12 @@ class ScoreStore:
 
     @property
     def has_missing(self) -> bool:
-        """True if `take_missing` would return a block. Any thread can call this."""
+        """True if `take_missing` would return a block. Any thread can call this method."""
         return bool(self._missing)
 
     def take_missing(self) -> list[ScoreKey]:
-        """The blocks that were not kept or found since the last call. Any thread can call this."""
+        """The keys of the blocks that could not be kept or found since the last call. Any thread
+        can call this method."""
         found, self._missing = self._missing, []
         return found
 

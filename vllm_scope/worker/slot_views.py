@@ -21,8 +21,8 @@ WORDS = SLOT_BYTES // 8
 
 
 class Grid(NamedTuple):
-    """First slots of rows, at regular distances along three axes: parts, tokens and points. If all
-    tokens have one layout, their rows usually form a grid.
+    """The first slots of rows. The slots are at regular distances along three axes: parts, tokens
+    and points. If all tokens have one layout, their rows usually form a grid.
 
     Attributes:
         first: the grid's first slot.
@@ -37,7 +37,7 @@ class Grid(NamedTuple):
     @staticmethod
     def of(first: int, num_tokens: int, step: int, places: Ints) -> Grid | None:
         """The grid of the rows of tokens with one layout. None if `places` are descending or not at
-        regular distances, because torch cannot make such a view.
+        regular distances, because torch cannot make a view of such rows.
 
         Args:
             first: The first token's first slot.

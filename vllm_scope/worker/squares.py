@@ -1,12 +1,13 @@
-"""Computes sums over rows in one pass: the sum of x x^T for 16-bit rows, and the sum of x.
+"""Computes sums over rows x in one pass: the sum of x x^T for 16-bit rows, and the sum of x.
 
-Owns:  `add_squares` and `column_sums`, Triton kernels, and `load`.
+Owns:  `add_squares`, `column_sums` and `load`, with two Triton kernels.
 Runs:  on the threads of worker.device_sums, on GPUs.
 
-Promise: products of 16-bit numbers are exact in float32. A GPU's matrix unit truncates its sums.
-After 5,000 rows, all sums would be too small: by 2e-5 of their values in bfloat16, by 3e-5 in
-float16. Therefore the unit adds the products of at most CHAIN rows. The unit's sums are then added
-in float32, with rounding. The total of all rows of a call is added to the float64 sums.
+Promise: products of 16-bit numbers are exact in float32. A GPU's matrix unit truncates the sums
+that it computes. After 5,000 rows, each sum would be too small, by 2e-5 of its value in bfloat16
+and by 3e-5 in float16. Therefore the unit adds the products of at most CHAIN rows. The unit's sums
+are then added in float32, with rounding. The total of all rows of a call is added to the float64
+sums.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ _SUMMED: dict[str, Any] = {"count": ROWS, "depth": DEPTH, "tile": TILE}
 
 
 def add_squares(rows: Tensor, sums: Tensor) -> None:
-    """Add x x^T of these rows to the sums on and above the diagonal, and to some sums below it.
+    """Add x x^T of each row x to the sums on and above the diagonal, and to some sums below the
+    diagonal.
 
     Args:
-        rows: [num_rows, width], bfloat16 or float16, on a GPU. The numbers of a row are adjacent.
+        rows: [num_rows, width], bfloat16 or float16, on a GPU. Each row is contiguous.
         sums: float64 [width, width], contiguous. The function changes this tensor in place.
     """
     num_rows, width = rows.shape
@@ -49,7 +51,7 @@ def column_sums(rows: Tensor) -> Tensor:
     """float64 [width], the sum of the rows. Each number is first converted to float64.
 
     Args:
-        rows: [num_rows, width], floats, on a GPU. The numbers of a row are adjacent.
+        rows: [num_rows, width], floats, on a GPU. Each row is contiguous.
     """
     num_rows, width = rows.shape
     num_parts = triton.cdiv(num_rows, ROWS)
@@ -70,8 +72,9 @@ def load(dtype: torch.dtype, width: int) -> None:
 
 
 def _steps(rows: Tensor) -> tuple[int, int]:
-    """(units from one row to the next row, numbers in a unit). If the distance is a multiple of a
-    slot, the unit is a slot, else one number. The kernels are compiled for each size of a unit."""
+    """The number of units from one row to the next row, and the number of numbers in a unit. If the
+    distance between two rows is a multiple of a slot, a unit is a slot. Otherwise a unit is one
+    number. The kernels are compiled separately for each size of a unit."""
     unit = SLOT_BYTES // rows.element_size()
     step = rows.stride(0)
     return (step // unit, unit) if step % unit == 0 else (step, 1)

@@ -1,9 +1,9 @@
 """The programs and slots of one step's rows, computed from the tokens of its requests.
 
-Owns:  StepPlan; PlannedTokens (some tokens of a step with their programs); `plan_of`.
-Runs:  in every worker, before the forward. CPU only, no device sync.
-From:  plan (which tokens get which program).   To: tap.tables (row -> program, slot), drain
-       (labels of the rows).
+Owns:  StepPlan, PlannedTokens (some tokens of a step with their programs), `plan_of`.
+Runs:  in every worker, before the forward, on the CPU. No function waits for the device.
+From:  plan (which tokens get which program).
+To:    tap.tables (the program and slot of each row), drain (the labels of the rows).
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ class StepPlan(msgspec.Struct, frozen=True, eq=False):
     """The programs of one step's rows, and the rows' slots, relative to the step's first slot.
 
     Attributes:
-        rows: int64 [num_rows], batch rows with a program, ascending.
+        rows: int64 [num_rows], the batch rows that have a program, ascending.
         program_ids: int32 [num_rows].
-        owners: int32 [num_rows], the owner number by which a tap reports a fault; 0 for none.
-        offsets: int64 [num_rows], the first slot of each row's token, from 0.
-        num_slots: the number of arena slots of all rows.
-        num_delivered: the number of ring slots of all rows, after the heads.
+        owners: int32 [num_rows], the owner number under which a tap reports a fault of each row; 0
+            for a row without an owner number.
+        offsets: int64 [num_rows], the first slot of each row's token, counted from the first slot
+            of the step.
+        num_slots: the number of slots that all rows need in the arena.
+        num_delivered: the number of slots that all rows need in the ring, after heads were applied.
         delivers: bool [num_rows], True for the rows that `labels` describe.
-        walks: (rows whose gates have states, walks of these rows); None without such rows. If the
-            next step has the same rows, its plan has the same object.
+        walks: the rows whose gates have states, and the walks of these rows; None if there are no
+            such rows. If the next step has the same rows, the next plan has the same object
+            `walks`.
     """
 
     rows: Ints
@@ -67,7 +70,7 @@ class PlannedTokens(NamedTuple):
 
         Args:
             row, position: The row and the position of each request's first token.
-            count: How many tokens each request has.
+            count: How many tokens each request has in the step.
         """
         if index.size and int(count.max()) > 1:
             within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
@@ -79,8 +82,8 @@ class PlannedTokens(NamedTuple):
     def of_tokens(
         index: Ints, ids: Sequence[NDArray[np.int32]], row: Ints, position: Ints
     ) -> PlannedTokens:
-        """All tokens with a program of some requests. A request's tokens have consecutive rows and
-        positions.
+        """The tokens of some requests, without the tokens that have no program. A request's tokens
+        have consecutive rows and positions.
 
         Args:
             ids: For each request, the program ids of its tokens (at least one token).

@@ -30,8 +30,9 @@ class SummedRequest:
     """A request with Moments.
 
     Attributes:
-        places: for each action, point -> place.
-        added: (action, point) -> position. Rows of the action at smaller positions are ignored.
+        places: for each action, a dict that maps each point to its place.
+        added: maps (index of an action, point) to a position. Rows of this action and point at
+            smaller positions are ignored.
         accepted: the number of tokens that were accepted so far.
         over: True if the request has ended.
     """
@@ -45,19 +46,19 @@ class SummedRequest:
 
     @property
     def sure(self) -> int:
-        """The position below which rows can be added: rows of the prompt, and rows of generated
-        tokens whose next token is also accepted."""
+        """The rows at positions below `sure` can be added to sums. Such rows belong to the prompt,
+        or to generated tokens whose next token is also accepted."""
         return max(self.num_prompt, self.accepted - 1)
 
 
 @dataclass(eq=False)
 class Owners:
-    """The requests of some rows.
+    """The requests to which some rows belong.
 
     Attributes:
-        requests: the distinct requests. None for an unknown request, and for a request whose sums
-            were dropped.
-        of: int64 [n], the index of each row's request.
+        requests: the distinct requests. An entry is None for an unknown request, and for a request
+            whose sums were dropped.
+        of: int64 [n], the index of each row's request in `requests`.
     """
 
     requests: list[SummedRequest | None]
@@ -97,7 +98,7 @@ class Owners:
         return action.name, request.places[number][point], action.by
 
     def reach(self, number: int, point: int, positions: Ints) -> None:
-        """Note that the rows at these positions are added."""
+        """Record that the rows at these positions were added to sums."""
         stops = np.zeros(len(self.requests), np.int64)
         np.maximum.at(stops, self.of, positions + 1)
         for one, stop in zip(self.requests, stops.tolist(), strict=True):
@@ -111,9 +112,9 @@ class StepRows:
 
     Attributes:
         firsts: int64 [n], the first slot of each token.
-        claimed: int64 [n], the position of each token in the labels.
+        claimed: int64 [n], the position that the labels state for each token.
         rows: int64 [n], the batch row of each token.
-        true, ready: as in Summing.add.
+        true, ready: the same as for Summing.add.
     """
 
     words: Tensor
@@ -131,7 +132,8 @@ class StepRows:
         )  # fmt: skip
 
     def positions(self) -> Ints:
-        """The true positions, int64 [n]. Call this only after `ready` has returned True."""
+        """The actual positions of the tokens, int64 [n]. Call this method only after `ready` has
+        returned True."""
         if self.true is None:
             return self.claimed
         found: Ints = self.true.numpy().astype(np.int64)[self.rows]
@@ -162,8 +164,9 @@ class WaitingRows:
     """Rows of one action in one step. The rows wait until their tokens are accepted.
 
     Attributes:
-        number: the index of the action in each of its requests.
-        positions: returns int64 [n]. On a GPU, call this only after `ready` has returned True.
+        number: the index of the action in each request of these rows.
+        positions: a function that returns the actual positions of the rows, int64 [n]. On a GPU,
+            call this function only after `ready` has returned True.
         rows: [points, n, width].
     """
 
@@ -180,7 +183,7 @@ class WaitingRows:
 
     def rest(self, owners: Owners) -> WaitingRows | None:
         """The rows that must wait longer; None if there are no such rows. Rows of ended requests do
-        not wait. `owners`: the requests of `keys`."""
+        not wait. `owners` has the requests of `keys`."""
         positions = self.positions()
         runs = owners.numbers(lambda one: not one.over) & owners.is_known
         left = np.flatnonzero((positions >= owners.numbers(lambda one: one.sure)) & (runs > 0))
@@ -189,7 +192,7 @@ class WaitingRows:
         try:
             kept, rows = positions[left], picked(self.rows, left, 1)
         except torch.OutOfMemoryError:
-            return self  # includes added rows, which `SummedRequest.added` excludes later
+            return self  # `SummedRequest.added` excludes the rows that were already added
         return WaitingRows(
             self.number, self.points, self.keys[left], lambda: kept, lambda: True, rows
         )

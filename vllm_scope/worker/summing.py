@@ -1,20 +1,21 @@
 """Adds rows to sums by label, on the device.
 
-Owns:  Summing: the sums, and the rows of running requests that wait.
-Runs:  in workers that drain. On a CPU, `add` runs on the drain thread. On a GPU, `add` runs on the
-       worker's thread, and the work is enqueued on the drain's stream. All other methods run on
-       both threads.
+Owns:  Summing, which has the sums, and the rows of running requests that wait.
+Runs:  in workers that have a drain. On a CPU, `add` runs on the drain thread. On a GPU, `add` runs
+       on the worker's thread, and the work is enqueued on the drain's stream. All other methods can
+       run on both threads.
 From:  filler, drain.   To: kept_sums.
 
-Promise: for each action, each position of a request is added at most one time, and only if its
-token was accepted. Rows of the prompt are added when they are computed. Rows of generated tokens
-wait on the device: a draft can be rejected, and async scheduling computes rows after a request's
-end. EngineCore sends the number of accepted tokens when it schedules a request, and when
-the request ends. A row is added if the next token was also accepted, because the last token of a
-result has no row. If a position was computed several times, the last waiting row is added. After a
-position was added, later rows of the position are ignored.
+Promise: for each action, the row at each position of a request is added at most one time, and only
+if the token at this position was accepted. Rows of the prompt are added when they are computed.
+Rows of generated tokens wait on the device, because a draft can be rejected, and because async
+scheduling computes rows after a request's end. EngineCore sends the number of accepted tokens when
+it schedules a request, and when the request ends. A row is added if the next token was also
+accepted, because the last token of a result has no row. If a position was computed several times,
+the last waiting row of this position is added. After the row of a position was added, later rows of
+this position are ignored.
 
-If rows cannot be added, the sums count these rows as missing. `add` raises no error.
+If rows cannot be added, the sums count these rows as missing, and `add` raises no error.
 """
 
 from __future__ import annotations
@@ -44,19 +45,20 @@ logger = logging.getLogger("vllm.vllm_scope")
 #: smaller additions, a GPU needs more time to start the kernel than to add the rows.
 CHUNK_BYTES = 64 << 20
 #: Rows of generated tokens wait until their tokens are accepted. `_settle` checks the waiting rows
-#: if they have more than MOST_BYTES, or if more than MOST_STEPS steps have added waiting rows or
-#: more than MOST_STEPS requests have ended since the last check.
+#: in three cases: these rows have more than MOST_BYTES, more than MOST_STEPS steps have added
+#: waiting rows since the last check, or more than MOST_STEPS requests have ended since the last
+#: check.
 MOST_BYTES, MOST_STEPS = 64 << 20, 256
 
 
 class Summing:
     """The sums of one worker.
 
-    Verbs: `add_request`, `add`, `accept`, `finish_request`; `read` and `drop` by name.
+    Main methods: `add_request`, `add`, `accept`, `finish_request`, `read` and `drop`.
 
     Args:
         dtype, device: the arena's dtype and device.
-        widths, most_bytes: as in KeptSums.
+        widths, most_bytes: the same as for KeptSums.
     """
 
     def __init__(
@@ -66,8 +68,9 @@ class Summing:
         self._sums = KeptSums(dtype, device, widths, most_bytes)
         self._requests: dict[int, SummedRequest] = {}
         self._waiting: list[WaitingRows] = []
-        #: `_num_bytes`: the bytes of `_waiting`. `_num_steps`: how many steps have added rows to
-        #: `_waiting` since the last `_settle`. `_last_step`: the labels of the last such step.
+        #: `_num_bytes`: the number of bytes of the rows in `_waiting`. `_num_steps`: how many steps
+        #: have added rows to `_waiting` since the last `_settle`. `_last_step`: the labels of the
+        #: last step that has added rows to `_waiting`.
         self._num_bytes = self._num_steps = 0
         self._last_step: Labels | None = None
         #: The number of ended requests whose rows may still wait.
@@ -80,15 +83,16 @@ class Summing:
             self._requests[key] = SummedRequest(num_prompt, list(asked), places)
 
     def __contains__(self, key: int) -> bool:
-        """True for a running request with Moments, or an ended request with waiting rows."""
+        """True for a request with Moments that runs, or has ended and is not forgotten yet."""
         return key in self._requests
 
     def __bool__(self) -> bool:
-        """True if a request with Moments runs, or has ended and has waiting rows."""
+        """True if a request with Moments runs, or has ended and is not forgotten yet."""
         return bool(self._requests)
 
     def accept(self, key: int, num_tokens: int) -> None:
-        """Note how many tokens of a request are accepted. Call this and `add` in step order."""
+        """Record how many tokens of a request are accepted. Call `accept` and `add` in the order of
+        steps."""
         with self._lock:
             request = self._requests.get(key)
             if request is not None:
@@ -114,12 +118,12 @@ class Summing:
         """Add the rows of a region to sums, or keep them until their tokens are accepted.
 
         Args:
-            words: int64 [num_slots, words of a slot].
-            labels, boundary: As in sinks.RowBatch.
+            words: The slots of the region, int64 [num_slots, words of a slot].
+            labels, boundary: The same as in sinks.RowBatch.
             firsts: int64 [num_tokens], the first slot of each token.
-            true: The true position of each batch row, in host memory. None if the labels' positions
-                are true.
-            ready: This function returns True after the device has written `true`.
+            true: The actual position of each batch row, in host memory. None if the positions in
+                `labels` are correct.
+            ready: A function that returns True after the device has written `true`.
         """
         with self._lock:
             reached: list[Callable[[], None]] = []
@@ -138,7 +142,8 @@ class Summing:
                     except Exception:
                         logger.exception("vllm-scope: rows could not be added to their sums")
                         self._lose(head.number, points, self._owners(step.keys, head.number))
-            # After all layouts, because the positions of several layouts are in any order.
+            # Positions are marked after all layouts, because the positions of several layouts are
+            # in any order.
             for mark in reached:
                 mark()
             if len(self._waiting) > num_waiting and labels is not self._last_step:
@@ -152,8 +157,8 @@ class Summing:
     def _take(
         self, step: StepRows, arena: Layout, number: int, points: tuple[int, ...]
     ) -> Iterator[Callable[[], None]]:
-        """Add the rows whose tokens are certainly accepted. The other rows wait. Yields functions
-        that mark the positions of the added rows."""
+        """Add the rows whose tokens are certainly accepted. All other rows wait. Yields functions
+        that mark the positions of these rows as added."""
         owners = self._owners(step.keys, number)
         step, owners = step.at(owners.known), owners.at(owners.known)
         sure = owners.numbers(lambda one: one.num_prompt if step.true is not None else one.sure)
@@ -184,7 +189,7 @@ class Summing:
             self._num_bytes += one.num_bytes
 
     def _lose(self, number: int, points: Sequence[int], owners: Owners) -> None:
-        """Count rows as missing."""
+        """Count some rows as missing from their sums."""
         owners = owners.at(owners.known)
         for i, count in zip(*np.unique(owners.of, return_counts=True), strict=True):
             for point in points:
@@ -219,7 +224,8 @@ class Summing:
     def _settle(self) -> None:
         """Add the waiting rows whose tokens are accepted."""
         ready: list[WaitingRows] = []
-        # Rows that are not ready belong to the last steps. Their tokens are not accepted yet.
+        # Rows that are not ready belong to the last steps. The tokens of these rows are not
+        # accepted yet.
         other: list[WaitingRows] = []
         for one in self._waiting:
             (ready if one.ready() else other).append(one)
@@ -236,8 +242,8 @@ class Summing:
         self._num_over = 0
 
     def _settle_at(self, number: int, point: int, some: list[tuple[WaitingRows, int]]) -> None:
-        """Add the accepted rows of one point. `some` has (waiting rows, index of the point in these
-        rows), in the order of steps."""
+        """Add the accepted rows of one point. `some` has pairs (waiting rows, index of the point in
+        these rows), in the order of steps."""
         positions = np.concatenate([one.positions() for one, _ in some])
         owners = self._owners(np.concatenate([one.keys for one, _ in some]), number)
         sure = owners.numbers(lambda one: one.sure)
@@ -251,7 +257,7 @@ class Summing:
             of.reach(number, point, positions[due])
 
     def names(self, name: str) -> list[tuple[Place, str]]:
-        """The places and labels of all sums of a name."""
+        """The places and labels of all sums with this name."""
         with self._lock:
             self._settle()
             return [(place, label) for of, place, label in self._sums.keys() if of == name]
@@ -263,14 +269,14 @@ class Summing:
             return sorted({name for name, _, _ in self._sums.keys()})
 
     def read(self, name: str, place: Place, label: str) -> Packed | None:
-        """The sums so far; None if the key has no rows."""
+        """The sums of this name, place and label so far; None if there are no such sums."""
         with self._lock:
             self._settle()
             return self._sums.read((name, place, label))
 
     def drop(self, name: str) -> bool:
-        """Forget the sums of a name. Running requests then add no more rows to sums of this name.
-        Returns False if the name has no sums."""
+        """Forget all sums with this name. Running requests then add no more rows to sums of this
+        name. Returns False if there are no sums with this name."""
         with self._lock:
             for request in self._requests.values():
                 request.actions = [
@@ -280,7 +286,8 @@ class Summing:
 
 
 def _last_of_each(at: Ints, of: Ints, positions: Ints) -> Ints:
-    """For each pair of request and position, the last index in `at`. The result is ascending."""
+    """For each pair of request and position, the last index in `at`. The result is in ascending
+    order."""
     order = np.lexsort((at, positions[at], of[at]))
     one, where = of[at][order], positions[at][order]
     last = np.ones(len(at), bool)

@@ -2,10 +2,11 @@
 
 Owns:  `put_pairs` and `fits`, with a Triton kernel.
 Runs:  on the threads of worker.held_saes, on GPUs.
-From:  maxima (the largest feature of each group).   To: the pairs of request.heads.Strongest.
+From:  maxima (the largest feature of each group).
+To:    held_saes (pairs in the format of request.heads.Strongest).
 
-Promise: features are computed as in held_saes. The strongest feature is first. Of equal features,
-the feature with the lowest index is first. A NaN counts as larger than all numbers.
+Promise: features are computed in the same way as in held_saes. The strongest feature is first. Of
+equal features, the feature with the lowest index is first. A NaN counts as larger than all numbers.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: The kernel finds at most MOST features of a row, in at most MOST_GROUPS groups: more data does
-#: not fit into the registers of a Triton program. The kernel has two variants. One variant compares
-#: the features of LEAST groups, for up to LEAST features. The other variant compares MOST groups.
+#: The kernel finds at most MOST features of a row, in at most MOST_GROUPS groups, because more data
+#: does not fit into the registers of a Triton program. The kernel has two variants. One variant
+#: finds up to LEAST features, and compares the features of LEAST groups. The other variant finds up
+#: to MOST features, and compares the features of MOST groups.
 LEAST, MOST, MOST_GROUPS = 32, 64, 4096
-#: Measured on an H100, for 768 rows and 65,536 features. To find 32 features takes 93 us with 2
-#: warps, and 107 us with 4 warps. To find 64 features takes 232 us and 198 us.
+#: The times below were measured on an H100, for 768 rows and 65,536 features. To find 32 features
+#: takes 93 us with 2 warps, and 107 us with 4 warps. To find 64 features takes 232 us with 2 warps,
+#: and 198 us with 4 warps.
 NUM_WARPS = 4
-#: Smaller than the `_key` of every number.
+#: This key is smaller than the result of `_key` for every number.
 _NO_KEY = tl.constexpr(-(2**63))
 
 
@@ -37,7 +40,7 @@ def put_pairs(
 
     Args:
         largest: float32 [num_rows, num_groups], the result of `maxima`.
-        products, bias, threshold: As for `maxima`.
+        products, bias, threshold: The same as for `maxima`.
         packed: int32 [num_rows, ...]. The indices are written to the columns from 0 on. The float32
             values are written to the columns from `first_value` on.
     """
@@ -66,7 +69,7 @@ def _key(value, index):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _index(key):  # type: ignore[no-untyped-def]
-    """The index in a `_key`, int32."""
+    """The int32 index that a result of `_key` contains."""
     return 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32)
 
 
@@ -88,7 +91,7 @@ def _kernel(  # type: ignore[no-untyped-def]
         feature = tl.where(feature <= tl.load(threshold + at, there, 0.0), 0.0, feature)
     key = tl.topk(tl.where(there, _key(feature, at), _NO_KEY), some)
     order = (key >> 32).to(tl.int32)
-    bits = tl.where(order <= 0, 0, order)  # the bits of a value that is not negative
+    bits = tl.where(order <= 0, 0, order)  # a negative value becomes 0
     place = tl.arange(0, some)
     into = packed + row * stride + place
     tl.store(into, _index(key), place < count)

@@ -1,13 +1,13 @@
 """Finds the states of gates at the start of a step, for each row.
 
 Owns:  Walks.
-Runs:  in every worker, before the forward. CPU only, no device sync.
+Runs:  in every worker, before the forward, on the CPU. No method waits for the device.
 From:  plan (requests and positions), core.admission (the requests' ranges of the log).
 To:    tap.tables (the walks of the rows).
 
-Promise: a position has only one state. A step starts after the last accepted token. Therefore all
-positions before the step have their final states. If a preempted request starts again, all its
-tokens except the last token have states in the log. These states are not computed again.
+Promise: a gate has only one state at each position. A step starts after the last accepted token.
+Therefore all positions before the step have their final states. If a preempted request starts
+again, all its tokens except the last token have states in the log, which are not computed again.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from vllm_scope.program.operations import LogRange
 
 
 class Walks:
-    """Where the log stores the states of running requests. The key of a request is its index in
-    planned.Requests."""
+    """The ranges of the log in which the states of running requests are stored. A request is
+    identified by its index in planned.Requests."""
 
     def __init__(self) -> None:
         #: [requests, NUM_WALK_COLUMNS], the walk of each request's first row in a step.
@@ -33,7 +33,8 @@ class Walks:
         return bool(self._requests)
 
     def add_request(self, index: int, num_prompt: int, logged: LogRange) -> None:
-        """Keep the states of a request. `logged` is the request's range of the log."""
+        """Record where the log stores the states of a request. `logged` is the request's range of
+        the log."""
         missing = index + 1 - len(self._walks)
         if missing > 0:
             more = max(missing, 64, len(self._walks))
@@ -48,8 +49,8 @@ class Walks:
             self._walks[index, WIDTH] = 0
 
     def resume(self, index: int, num_tokens: int) -> None:
-        """Note that a preempted request starts again. All its tokens except the last token were
-        computed before, and have states in the log."""
+        """Record that a preempted request starts again. All tokens of the request except the last
+        token were computed before, and have states in the log."""
         if index in self._requests:
             self._walks[index, KNOWN] = num_tokens - 1
 
@@ -59,12 +60,12 @@ class Walks:
         """The walks of a step's rows.
 
         Args:
-            index, first_row, count: For each request of the step: its index, its first row, and
-                its number of rows.
+            index, first_row, count: The index, the first row and the number of rows of each request
+                of the step.
 
         Returns:
-            (rows of requests with states [n], ascending; walks of these rows [n,
-            NUM_WALK_COLUMNS]). None if no request of the step has states.
+            The rows of requests with states, [n], ascending, and the walks of these rows, [n,
+            NUM_WALK_COLUMNS]. None if no request of the step has states.
         """
         known = np.flatnonzero(index < len(self._walks))
         has = known[self._walks[index[known], WIDTH] > 0]

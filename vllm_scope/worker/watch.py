@@ -1,13 +1,15 @@
-"""Reads scores while requests run: probes stop requests, later stages begin, policies decide.
+"""Reads scores while requests run, so that probes can stop requests, later stages can begin, and
+policies can decide.
 
 Owns:  Watch, and Judged (the results of `judge`).
-Runs:  `add` and `take` on the worker's thread, after a step's rows are submitted; `judge` on the
-       thread that makes the step's output, which can be another thread of vLLM.
+Runs:  `add` and `take` on the worker's thread, after a step's rows are submitted. `judge` runs on
+       the thread that makes the step's output, which can be another thread of vLLM.
 From:  drain (each step's rows).   To: engine.core.verdicts.
 
-Promise: the watch and the front-end find the same verdicts in the same scores (batch.readout). Each
-position is read one time, in ascending order. A position that is computed again is not read again.
-A token that can be rejected is not read before the next step.
+Promise: the watch and the front-end find the same verdicts in the same scores (batch.readout). The
+scores of each position are read one time, in the order of positions. If a position is computed
+again, its new scores are not read. The scores of a token that can be rejected are not read before
+the next step.
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ from vllm_scope.transport.ring import Lease
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Numbers of one cell: positions [n], and float32 [n, numbers of the probe].
+#: The numbers of one cell: their positions [n], and the numbers, float32 [n, numbers of the probe].
 _Numbers = tuple[Ints, torch.Tensor]
 #: The scores of one request in one step: its key, positions, and the numbers of each cell of its
 #: probes (None for a cell that is not in this batch).
 _Found = tuple[int, Ints, list["torch.Tensor | None"]]
 #: Positions [n], and the values at these positions, float32 [n].
 _Values = tuple[Ints, torch.Tensor]
-#: Position -> name of a probe -> the probe's value at the position.
+#: Maps each position to a dict, which maps each probe's name to the probe's value there.
 _Seen = dict[int, dict[str, float]]
 
 
@@ -53,7 +55,7 @@ class Judged(NamedTuple):
     Attributes:
         stops: the reason why the request is stopped; None if the request continues.
         firsts: names of the first stages that have a verdict since this step.
-        scales: new scales that the request's policy decided.
+        scales: the new scales of edits that the request's policy has decided.
     """
 
     stops: str | None = None
@@ -97,8 +99,9 @@ class _Probe:
         return found
 
     def read(self, before: int) -> _Values | None:
-        """The new values at positions below `before`, with their positions; None if there are none.
-        A position has a value after the numbers of every cell were received."""
+        """The new values at positions below `before`, with their positions; None if there are no
+        new values. A position has a value only after the numbers of all cells were received for
+        this position."""
         cells = [_joined(some) for some in self.waiting]
         if any(cell is None for cell in cells):
             return None
@@ -126,7 +129,7 @@ class _Watched:
     """A request with a policy, or with a probe that can stop the request or is a first stage.
 
     Attributes:
-        firsts: as in Resolved.
+        firsts: the same as in Resolved.
         accepted: tokens at positions below `accepted` are accepted.
     """
 
@@ -143,8 +146,8 @@ class _Watched:
         return self.steering is not None and not self.steering.over
 
     def read(self) -> _Seen:
-        """Read the received values. Returns the values for the policy; empty if no policy sees the
-        values."""
+        """Read the received values. Returns the values that the policy sees. The result is empty if
+        no policy sees the values."""
         seen: _Seen = {}
         sees = self.sees
         for one in self.probes:
@@ -160,8 +163,9 @@ class Step:
     """Rows that are written to a lease.
 
     Attributes:
-        labels: returns the rows' true labels, or None if there are no rows. Call this after `wait`.
-        wait: returns as soon as the rows are in the lease.
+        labels: a function that returns the rows' labels with actual positions, or None if there are
+            no rows. Call this function after `wait`.
+        wait: a function that returns as soon as the rows are in the lease.
         found: the scores of watched requests; None until the scores are copied.
     """
 
@@ -178,7 +182,8 @@ class Watch:
     Args:
         widths: Bytes of a raw row, by kind.
         drafts: True if a computed token can be rejected (speculative decoding).
-        tell: The watch calls this with a request's key and each decision of the request's policy.
+        tell: The watch calls this function with a request's key and each decision of the request's
+            policy.
     """
 
     def __init__(
@@ -197,7 +202,7 @@ class Watch:
         return bool(self._watched)
 
     def __contains__(self, req_id: str) -> bool:
-        # A copy, because `judge` can remove a request on another thread.
+        # The requests are copied first, because `judge` can remove a request on another thread.
         return any(watched.req_id == req_id for watched in tuple(self._watched.values()))
 
     def add_request(
@@ -230,14 +235,14 @@ class Watch:
         lease: Lease,
         boundary: int | None,
     ) -> None:
-        """Note rows that are written to `lease`. Arguments as in Step."""
+        """Record that rows are written to `lease`. The arguments are the same as for Step."""
         lease.retain()
         self._steps.append(Step(labels, wait, lease, boundary))
         self._open.append(self._steps[-1])
 
     def settle(self) -> None:
-        """Copy the scores of watched requests, and release the leases of their steps. Called if the
-        ring is full: `HostRing.acquire` waits for a lease."""
+        """Copy the scores of watched requests, and release the leases of their steps. This method
+        is called if the ring is full and `HostRing.acquire` waits for a lease."""
         for step in tuple(self._open):
             with _logged():
                 self._look(step)
@@ -266,8 +271,8 @@ class Watch:
         return found
 
     def judge(self, steps: Sequence[Step]) -> dict[str, Judged]:
-        """Request id -> the consequences of the request's new scores. Waits for the rows of
-        `steps`. The caller passes each step one time, in order."""
+        """Maps the id of a request to the consequences of the request's new scores. This method
+        waits for the rows of `steps`. The caller passes each step one time, in order."""
         reached: dict[int, _Watched] = {}
         for step in steps:
             with _logged():
@@ -290,7 +295,7 @@ class Watch:
         return found
 
     def _collect(self, labels: Labels, lease: Lease, boundary: int | None) -> list[_Found]:
-        """The scores of watched requests in a lease."""
+        """The scores of watched requests that are in a lease."""
         found: list[_Found] = []
         for layout, tokens, data in by_layout(
             labels.layouts, labels.layout_of, boundary, self._widths, lease.slots
@@ -308,9 +313,10 @@ class Watch:
         return found
 
     def _take_in(self, some: Iterable[_Found]) -> dict[int, _Watched]:
-        """Give scores to the probes that need them. Returns key -> request, for these scores."""
+        """Give scores to the probes that need them. Returns a dict that maps the keys of these
+        scores to their requests."""
         found: dict[int, _Watched] = {}
-        # If a request's tokens have several layouts, the tokens are in several parts.
+        # If a request's tokens have several layouts, `some` has several items for this request.
         first, last = dict[int, int](), dict[int, int]()
         for key, positions, numbers in some:
             watched = self._watched.get(key)
@@ -347,7 +353,7 @@ class Watch:
         return torch.from_numpy(values.view(np.float32).copy())
 
     def _judged(self, key: int, watched: _Watched) -> Judged:
-        """The consequences of a request's new scores. The policy decides before the probes."""
+        """The consequences of a request's new scores. The policy decides first."""
         seen = watched.read()
         new = []
         for one in watched.probes:
@@ -355,7 +361,8 @@ class Watch:
                 one.told = True
                 new.append((one.readout.verdict, one.probe))
         firsts = tuple(probe.name for _, probe in new if probe.name in watched.firsts)
-        # The verdict at the lowest position. For equal positions, the verdict of the first probe.
+        # The verdict at the lowest position stops the request. If several verdicts are at this
+        # position, the verdict of the first probe stops the request.
         stops = [(verdict, probe.name) for verdict, probe in new if probe.stops]
         first = min(stops, key=lambda x: x[0].position, default=None)
         stopped, scales = self._decided(key, watched, seen, FAR if first is None else first[0][0])
@@ -402,7 +409,7 @@ def _joined(some: list[_Numbers]) -> _Numbers | None:
     last numbers are used."""
     if not some:
         return None
-    if len(some) == 1 and len(some[0][0]) == 1:  # the usual step of decoding
+    if len(some) == 1 and len(some[0][0]) == 1:  # the usual case in decoding
         return some[0]
     positions, at = last_of_each(np.concatenate([positions for positions, _ in some]))
     return positions, torch.cat([values for _, values in some])[torch.from_numpy(at)]

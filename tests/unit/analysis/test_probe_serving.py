@@ -146,7 +146,7 @@ def test_files_without_these_fields_load_and_serve_without_a_warning(tmp_path):
         ({"template": 1}, "template is 1, of the wrong type"),
         ({"template": "jinja"}, "template is 'jinja'; it must be"),
         ({"calibration": [1, 2]}, "calibration is .*, of the wrong type"),
-        ({"calibration": {"slope": 1}}, "calibration is .*; it has slope and offset"),
+        ({"calibration": {"slope": 1}}, "calibration is .*; it must have slope and offset"),
         ({"calibration": {"slope": "1", "offset": 0}}, "slope is '1'; it must be a number"),
         ({"calibration": {"slope": float("inf"), "offset": 0}}, "slope is inf; it must be finite"),
     ],

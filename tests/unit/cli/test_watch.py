@@ -210,7 +210,7 @@ def test_no_color_is_respected(asked, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        ({"calibration": {"slope": 1}}, "it has slope and offset"),
+        ({"calibration": {"slope": 1}}, "it must have slope and offset"),
         ({"calibration": {"slope": None, "offset": 0}}, "slope is None; it must be a number"),
         ({"threshold": float("nan")}, "threshold is nan; it must be finite"),
     ],

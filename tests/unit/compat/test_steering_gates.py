@@ -107,7 +107,7 @@ def when(**fields):
 
 REFUSED = {
     "not-a-list": (GATE, "^steering is .*; it must be a list of gates"),
-    "no-scope": ({"when": PROBE, "apply": ADD}, r"^steering\[0\] has .*it has when, scope, apply"),
+    "no-scope": ({"when": PROBE, "apply": ADD}, r"^steering\[0\] has .*its fields are when, scope"),
     "unknown-scope": (GATE | {"scope": "soon"},
         r"\[0\]\.scope is 'soon'; it must be this_token or"),
     "a-step": (GATE | {"scope": "next_step"}, r"scope is 'next_step': steps are the scheduler's"),
@@ -121,16 +121,16 @@ REFUSED = {
     "clamp": (apply_(kind="clamp"), "vllm_scope.Clamp takes a gate"),
     "unknown-kind": (apply_(kind="sub"), r"apply\.kind is 'sub'; it must be add\.$"),
     "kind-is-a-list": (apply_(kind=["add"]), r"apply\.kind is \['add'\]"),
-    "unknown-field": (apply_(**ADD, gain=2), r"apply has .*'gain'.* it has kind, steer, strength"),
+    "unknown-field": (apply_(**ADD, gain=2), r"apply has .*'gain'.* its fields are kind, steer"),
     "no-threshold": (
         GATE | {"when": {k: v for k, v in PROBE.items() if k != "threshold"}},
-        r"when has \['kind', 'probe'\]; it has kind, probe, threshold, sharpness",
+        r"when has \['kind', 'probe'\]; its fields are kind, probe, threshold",
     ),
     "always-with-a-probe": (
-        OPEN | {"when": PROBE | {"kind": "always"}}, r"when has .* it has kind\.$",
+        OPEN | {"when": PROBE | {"kind": "always"}}, r"when has .* its fields are kind\.$",
     ),
     "a-probes-name": (
-        when(probe={"kind": "name", "name": "p"}), r"when\.probe\.kind is 'name': names are of",
+        when(probe={"kind": "name", "name": "p"}), r"when\.probe\.kind is 'name': a name stands",
     ),
     "two-probes": (
         when(probe=inline(post_block=packed(P, P, layers=[0, 1]))),

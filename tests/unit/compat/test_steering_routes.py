@@ -175,7 +175,7 @@ BAD = {
     "empty-module": ("modules/register", {"name": "a"}, "no vectors but zeros"),
     "clamps-in-a-module": (
         "modules/register", {"name": "a", "clamps": hook([{"vector": V, "max": 1}])},
-        "the body has clamps; a steering module here has vectors alone",
+        "the body has clamps; a steering module can have only vectors",
     ),
 }  # fmt: skip
 

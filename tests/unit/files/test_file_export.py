@@ -317,7 +317,7 @@ def test_exported_rows_have_the_bits_of_the_shards_and_the_card_says_so(mixed, t
     assert "| sites and layers | `resid_post.2` (12 values), `resid_post.5` (12 values) |" in card
     assert "15 rows, one for each token,\nof 3 requests" in card
     same = "has the same bits as in the captured files" in card
-    assert same if stored == "float32" else "equals the captured number, because float32" in card
+    assert same if stored == "float32" else "equals the captured number, which float32" in card
 
 
 def test_the_hub_reads_the_card_and_its_code_loads_the_folder(mixed, tmp_path):
@@ -354,7 +354,7 @@ def test_the_card_names_what_rows_have_lost(tmp_path):
     export_dataset(vllm_scope.open(tmp_path / "in"), tmp_path / "out", [("embed", 0)], "float16")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "bfloat16, under the codec int8 |" in card
-    assert "| float16; rounded, and finite numbers beyond 65,504 became 65,504 |" in card
+    assert "float16; each number is rounded, and finite numbers beyond 65,504 became 65,504" in card
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_a_state_of_another_order_is_refused(captured):
     [
         (0, (0, 1), "batch_size is 0"),
         (8, (2, 2), r"part is \(2, 2\)"),
-        (8, (-1, 2), "the index is"),
+        (8, (-1, 2), "the index must be"),
     ],
 )
 def test_a_part_that_is_none_and_an_empty_batch_are_refused(size, part, sentence):

@@ -40,7 +40,7 @@ def test_features_and_rows_of_every_layer_are_circuit_tracers(hooks, jumps, skip
         np.testing.assert_allclose(rows.numpy(), written.decode(i, ROWS), rtol=1e-4, atol=1e-4)
         added = found.decoder_of(i, 4)
         np.testing.assert_array_equal(added.numpy(), written.weights[i]["W_dec"][4])
-        with pytest.raises(SpecError, match="decode takes the rows that were encoded, x, if"):
+        with pytest.raises(SpecError, match="decode needs x, the rows that were encoded, if"):
             found.decode(features[: i + 1], i, *(() if skips else (x[i],)))
 
 
@@ -81,7 +81,7 @@ def test_another_folder_is_refused_in_one_sentence(tmp_path):
             "the row inside a norm, before the norm's weight",
         ),
         ("feature_input_hook: hook_in", "feature_input_hook is 'blocks.0.hook_in', which names no"),
-        ("- a", "config.yaml has a list; it has fields"),
+        ("- a", "config.yaml has a list; it must have fields"),
         ("a: [", "is not YAML that can be read"),
         ("a: !!python/object/apply:os.getcwd []", "is not YAML that can be read"),
     ):
@@ -96,7 +96,7 @@ def test_another_folder_is_refused_in_one_sentence(tmp_path):
         ({"W_dec": np.ones((D_SAE, 2, WIDTH))}, "W_dec_1 is no such tensor"),
         (
             {"W_dec_1": np.ones((D_SAE, 1, WIDTH))},
-            "its W_dec_1 is torch.float64 [11, 1, 6]; it must be",
+            "W_dec_1 is torch.float64 [11, 1, 6]; it must have",
         ),
     ):
         save(decoder, tensors)
@@ -105,12 +105,15 @@ def test_another_folder_is_refused_in_one_sentence(tmp_path):
     bad[4, 1, 2] = np.inf
     save(decoder, {"W_dec_1": bad})
     found = load_clt(written.path, name="clt")
-    with pytest.raises(SpecError, match="'clt': its W_dec_1 has a number that is not finite"):
+    with pytest.raises(SpecError, match="'clt': W_dec_1 has a number that is not finite"):
         found.decoder_of(1, 4)
     for call, words in (
-        (lambda: found.decoder_of(3, 0), "layer is 3; it has 0 to 2"),
+        (lambda: found.decoder_of(3, 0), "layer is 3; layers are 0 to 2"),
         (lambda: found.decoder_of(0, 11), "layer 0 has features 0 to 10"),
-        (lambda: found.decode([torch.ones(D_SAE)], 1), "features are of 1 layers; layer 1 is made"),
+        (
+            lambda: found.decode([torch.ones(D_SAE)], 1),
+            "features are of 1 layers; the output of layer 1 needs",
+        ),
         (lambda: found.decode([torch.ones(3)], 0), r"features of layer 0 are \[3\]; they must be"),
     ):
         with pytest.raises(SpecError, match=words):

@@ -138,7 +138,9 @@ def test_tables_are_merged_as_if_one_had_seen_all():
     assert ordered(one) == ordered(whole)
     for name in ("bars", "exponents", "num_active", "num_tokens", "num_documents", "num_full"):
         np.testing.assert_array_equal(getattr(one, name), getattr(whole, name))
-    with pytest.raises(ConfigError, match=r"k is 5 and 4; tables of equal sizes can be merged\."):
+    with pytest.raises(
+        ConfigError, match=r"k is 5 and 4; only tables of equal sizes can be merged\."
+    ):
         one.merge(table([], k=4))
 
 
@@ -198,7 +200,7 @@ def test_a_damaged_file_is_refused(tmp_path):
         metadata = file.metadata()
     tensors = load_file(path)
     save_file(tensors | {"values": tensors["values"][:4].copy()}, path, metadata)
-    with pytest.raises(FileError, match=r"its sizes .* contradict its tensors"):
+    with pytest.raises(FileError, match=r"the sizes .* contradict the file"):
         load_max_activating(path)
     save_file(tensors, path, {"format": "another"})
     with pytest.raises(FileError, match="is no table of strongest tokens of this version"):

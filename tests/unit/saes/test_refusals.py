@@ -147,7 +147,7 @@ def test_options_that_an_sae_does_not_need_are_refused(tmp_path):
     assert "leave k out" in refused(path, k=7)
     assert "leave norm_scaling_factor out" in refused(path, norm_scaling_factor=2.0)
     path = published.sparsify(tmp_path / "2").path
-    assert "leave it out" in refused(path, norm_scaling_factor=2.0)
+    assert "leave norm_scaling_factor out" in refused(path, norm_scaling_factor=2.0)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_path_without_an_sae_is_refused(tmp_path):
         ({"transcode": True}, "transcoder"),
         ({"skip_connection": True}, "transcoder"),
         ({"activation": "groupmax"}, "'groupmax'"),
-        ({"signed": True}, "topk is read"),
+        ({"signed": True}, "only topk is read"),
         ({"d_in": 7}, "has d_in 7"),
         ({"k": "3"}, "Expected `int`"),
     ],
@@ -197,10 +197,13 @@ def test_a_sparsify_folder_of_another_module_is_refused(tmp_path):
     ("fields", "sentence"),
     [
         ({"hook_point_out": "blocks.12.hook_mlp_out"}, "transcoder"),
-        ({"act_fn": "topk"}, "jumprelu is read"),
+        ({"act_fn": "topk"}, "only jumprelu is read"),
         ({"norm_activation": "token-wise"}, "'token-wise'"),
         ({"dataset_average_activation_norm": None}, "norms None"),
-        ({"dataset_average_activation_norm": {"in": 1.0, "out": 2.0}}, "one norm for both sides"),
+        (
+            {"dataset_average_activation_norm": {"in": 1.0, "out": 2.0}},
+            "equal norms of input and output",
+        ),
         ({"dataset_average_activation_norm": {"in": 0.0, "out": 0.0}}, "above 0"),
     ],
 )
@@ -261,7 +264,7 @@ def _npz(path: Path, name: str, header: str, body: bytes) -> None:
         ("{'descr': '<f4', 'fortran_order': False, 'shape': (1<<40,)}", "not an .npz"),
         ("{'descr': '<f4', 'fortran_order': False, 'shape': (99999999,)}", "buffer is smaller"),
         ("{'descr': '<f4', 'fortran_order': False, 'shape': (-3,)}", "not an .npz"),
-        ("{'descr': '|O', 'fortran_order': False, 'shape': (1,)}", "not of floats"),
+        ("{'descr': '|O', 'fortran_order': False, 'shape': (1,)}", "not have floats"),
         ("{'descr': '<f4', 'fortran_order': True, 'shape': (1, 1)}", "in C order"),
     ],
 )
@@ -341,7 +344,7 @@ def test_an_index_out_of_range_is_refused(index, tmp_path):
 )
 def test_rows_of_another_shape_are_refused(rows, tmp_path):
     sae = load_sae(published.topk(tmp_path / "sae").path)
-    with pytest.raises(SpecError, match=r"x is .*; it must be of floats, \[..., 6\]"):
+    with pytest.raises(SpecError, match=r"x is .*; it must be floats, \[..., 6\]"):
         sae.encode(rows)
-    with pytest.raises(SpecError, match=r"features is .*; it must be of floats, \[..., 11\]"):
+    with pytest.raises(SpecError, match=r"features is .*; it must be floats, \[..., 11\]"):
         sae.decode(rows)

@@ -52,7 +52,7 @@ def test_a_transcoder_computes_what_saelens_says(kind, old, tmp_path):
     decoded = found.decode(torch.tensor(features), *skipped)
     np.testing.assert_allclose(decoded.numpy(), rows, rtol=1e-5, atol=5e-5)
     wrong = () if skipped else (given,)
-    with pytest.raises(SpecError, match="decode takes the rows that were encoded, x, if"):
+    with pytest.raises(SpecError, match="decode needs x, the rows that were encoded, if"):
         found.decode(torch.tensor(features), *wrong)
     parts = [one for part in found.folded() for one in [part.encoder, part.bias]]
     np.testing.assert_allclose(parts[0].numpy(), w["W_enc"].T)
@@ -92,11 +92,11 @@ def test_an_input_that_no_tap_reads_is_said(tmp_path):
         ({"apply_b_dec_to_input": True}, "b_dec is added to its output"),
         (
             {"skip": torch.ones(2, 2)},
-            rf"its skip is \[2, 2\]; it must be \[d_out, d_model\], \[{D_OUT}",
+            rf"the skip is \[2, 2\]; it must be \[d_out, d_model\], \[{D_OUT}",
         ),
-        ({"decoder": torch.ones(3, D_OUT)}, f"encoder has {D_SAE} features and its decoder 3"),
-        ({"output": None, "skip": torch.ones(D_OUT, D_IN)}, "only a transcoder has a skip"),
-        ({"output": None}, "its encoder is .* and its decoder"),
+        ({"decoder": torch.ones(3, D_OUT)}, f"encoder has {D_SAE} features, the decoder 3"),
+        ({"output": None, "skip": torch.ones(D_OUT, D_IN)}, "only a transcoder has a skip matrix"),
+        ({"output": None}, "the encoder is .* and the decoder"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(change, sentence, tmp_path):

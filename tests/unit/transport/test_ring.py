@@ -86,7 +86,7 @@ def test_an_empty_span_does_not_hide_the_one_behind_it():
 
 def test_more_than_the_whole_ring_is_refused():
     ring = _ring(4)
-    with pytest.raises(ValueError, match="5 slots asked of a ring of 4"):
+    with pytest.raises(ValueError, match="a ring of 4 slots has no room for 5"):
         ring.acquire(5)
     assert ring.acquire(4).start == 0
     ring.close()

@@ -130,7 +130,7 @@ def test_the_steering_forks_json_is_read(tmp_path):
         ),
         pytest.param(
             {"post_block": JSON["decode_vectors"]["pre_attn"] | {"layer_indices": [1]}},
-            "layer_indices is .* one for each row", id="packed-layers",
+            "layer_indices is .* one item for each row", id="packed-layers",
         ),
         pytest.param(
             {"post_block": JSON["decode_vectors"]["pre_attn"] | {"layer_indices": [1, 1]}},
@@ -344,7 +344,7 @@ def test_a_malformed_npz_is_refused(tmp_path, data, message):
 
 
 def test_an_unknown_ending_is_refused(tmp_path):
-    with pytest.raises(SpecError, match=r"ends in '\.pt'; \.safetensors, .*\.json are read"):
+    with pytest.raises(SpecError, match=r"ends in '\.pt'; only \.safetensors, .*\.json are read"):
         load_vectors(tmp_path / "v.pt")
 
 
@@ -407,7 +407,7 @@ def test_a_module_survives_a_gguf_file_that_is_as_repeng_writes_it(provenance, t
     ],
 )
 def test_a_gguf_file_holds_only_what_a_control_vector_can_say(module, name, tmp_path):
-    with pytest.raises(SpecError, match=f"has {name}; .* save it as .safetensors"):
+    with pytest.raises(SpecError, match=f"has {name}; .* save the module as .safetensors"):
         save_vectors(tmp_path / "v.gguf", module)
     assert not (tmp_path / "v.gguf").exists()
 

@@ -56,7 +56,7 @@ def test_what_cannot_be_shown_is_refused(given, options, sentence):
 def test_a_result_needs_a_layer_and_all_its_rows(road):
     pending = road.open(Read("resid_post", layers=[1]))
     result = pending.snapshot([5], None)
-    with pytest.raises(SpecError, match="layer is None; name one"):
+    with pytest.raises(SpecError, match="layer is None; name a layer"):
         attention_map(result)
     with pytest.raises((KeyError, ScopeError), match="was not asked for"):
         attention_map(result, 1)

@@ -36,14 +36,14 @@ FEATURES, LENS = samples.features(), samples.lens()
         (attention_map, WEIGHTS, {"tokens": "abcdef"},
             "tokens is 'abcdef'; it must be a list of texts"),
         (attention_map, WEIGHTS, {"tokens": [1]}, r"tokens is \[1\]; it must be a list of texts"),
-        (lens_grid, {"lens": LENS}, {}, r"found is \{'lens': .*; it must be layer -> tokens"),
+        (lens_grid, {"lens": LENS}, {}, r"found is \{'lens': .*; it must be a dict of tokens"),
         (lens_grid, LENS, {"positions": [-1]}, r"positions has none of these tokens, which are at"),
         (lens_grid, LENS, {"positions": 3}, "positions is 3; it must be a list of whole numbers"),
         (lens_grid, LENS, {"tokens": "text"}, "tokens is 'text'; it must be a list of texts"),
         (feature_list, {"toy": FEATURES}, {}, r"found is \{'toy': .*; it must be SparseFeatures"),
         (feature_list, FEATURES, {"positions": [999]}, "positions has none of these tokens"),
         (feature_list, FEATURES, {"labels": ["x"]},
-            r"labels is \['x'\]; it must be number -> text"),
+            r"labels is \['x'\]; it must be a dict of texts by number"),
         (feature_list, FEATURES, {"strongest": 0}, "strongest is 0; it must be a whole number"),
         (side_by_side, STRIP, {"other": "text"}, "other is 'text'; it must be a list of texts"),
         (side_by_side, STRIP, {"other": 7}, "other is 7; it must be a list of texts"),
@@ -51,19 +51,19 @@ FEATURES, LENS = samples.features(), samples.lens()
             "names is 'ab'; it must be a list of"),
         (side_by_side, STRIP, {"other": STRIP, "names": ["a"]}, "a name for each of the two"),
         (token_page, "title", {"strips": STRIP},
-            "strips is TokenStrip.*; it must be a list of what"),
+            "strips is TokenStrip.*; it must be a list of token"),
         (token_page, "title", {"strips": {"x": ["a"]}},
-            "it must be a list of what token_strip returns"),
+            "it must be a list of token strips"),
         (token_page, "t", {"strips": [STRIP], "intro": "x"},
             "intro is 'x'; it must be a list of texts"),
         (feature_page, FEATURES, {"decode": str}, "found is .*; it must be a MaxActivating"),
         (attention_map, {"a": 1}, {"layer": 0}, r"found is \{'a': 1\}; it must be a result with q"),
         (lens_grid, LENS, {"tokenizer": 3},
-            "tokenizer is 3; it must be one with `decode`, such as llm"),
+            "tokenizer is 3; it must be an object with `decode`, such as llm"),
         (lens_grid, LENS, {"tokenizer": "gpt2"},
-            "tokenizer is 'gpt2'; it must be one with `decode`"),
+            "tokenizer is 'gpt2'; it must be an object with `decode`"),
         (lens_grid, {0: STRIP}, {},
-            r"found is \{0: TokenStrip.*; it must be layer -> tokens, such as"),
+            r"found is \{0: TokenStrip.*; it must be a dict of tokens by layer, such as"),
         (lens_grid, LENS, {"tokens": np.array(1)},
             r"tokens is array\(1\); it must be a list of texts"),
         (token_strip, ["a"], {"scores": [1], "caption": 3}, "caption is 3; it must be a text"),
@@ -73,7 +73,7 @@ FEATURES, LENS = samples.features(), samples.lens()
         (side_by_side, STRIP, {"other": STRIP, "title": None}, "title is None; it must be a text"),
         (token_page, None, {"strips": [STRIP]}, "title is None; it must be a text"),
         (token_page, "t", {"strips": {3: [STRIP]}},
-            "it must be a list of what token_strip returns, or"),
+            "it must be a list of token strips, or"),
         (monitor_page, {"monitors": {}}, {}, r"activity is \{.*; it must be an Activity, such as"),
         (monitor_page, samples.activity(), {"title": 3}, "title is 3; it must be a text"),
     ],
@@ -89,7 +89,7 @@ def test_a_result_is_refused_where_a_part_of_it_is_shown(road, show):
     options = {feature_page: {"decode": str}, attention_map: {"layer": 1}}.get(show, {})
     with pytest.raises((SpecError, KeyError), match=r"found is .*; it must be |was not asked for"):
         show(result, **options)
-    with pytest.raises(SpecError, match="tokenizer is 7; it must be one with `decode`"):
+    with pytest.raises(SpecError, match="tokenizer is 7; it must be an object with `decode`"):
         result.picture(7)
 
 

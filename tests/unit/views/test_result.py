@@ -71,7 +71,9 @@ def test_a_long_result_shows_its_first_tokens(road):
     parts = pending.snapshot([5], None).picture().parts()
     (strip,) = [part for part in parts if part["kind"] == "strip"]
     assert len(strip["items"]) == 512
-    assert parts[-1]["text"] == "Shown are at most 4 probes and 512 tokens; `scores` has all."
+    assert (
+        parts[-1]["text"] == "At most 4 probes and 512 tokens are shown; `scores` has all scores."
+    )
 
 
 def test_a_strip_shows_the_aggregate_that_its_threshold_is_of(road):

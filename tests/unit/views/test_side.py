@@ -36,7 +36,9 @@ def test_a_colour_is_the_same_score_in_both():
     )
     assert [[item["part"] for item in items] for items in items_of(view)] == [[0, 0.25], [0, -1]]
     assert [part["kind"] for part in view.parts()] == ["text", "legend", "side"]
-    assert view.parts()[0]["text"] == "1 of 2 and 1 of 2 tokens differ; these have a frame."
+    assert (
+        view.parts()[0]["text"] == "1 of 2 and 1 of 2 tokens differ; different tokens have a frame."
+    )
     plain = side_by_side(["a"], ["b"])
     assert [part["kind"] for part in plain.parts()] == ["text", "side"]
 

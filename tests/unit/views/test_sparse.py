@@ -88,7 +88,10 @@ def test_many_positions_are_shown_when_they_are_named():
     lens = samples.lens(num_positions=100)
     view = lens_grid(lens)
     assert len(grid_of(view)["rows"]) == 64
-    assert view.parts()[0]["text"] == "The first 64 of 100 positions; name others as positions."
+    assert (
+        view.parts()[0]["text"]
+        == "The first 64 of 100 positions are shown; the argument `positions` selects others."
+    )
     assert grid_of(lens_grid(lens, positions=range(90, 100)))["rows"] == [
         f"{i}" for i in range(90, 100)
     ]

@@ -98,7 +98,7 @@ def test_a_finished_copy_is_not_waited_for():
 
 def test_more_than_the_whole_arena_is_refused():
     arena = Arena(4, torch.float32, CPU)
-    with pytest.raises(ValueError, match="5 slots asked of an arena of 4"):
+    with pytest.raises(ValueError, match="an arena of 4 slots has no room for 5"):
         arena.acquire(5)
     assert arena.acquire(4).start == 0
 

@@ -1,4 +1,4 @@
-"""Captures of the steering fork: a request's reads into sinks, and the results of the captures.
+"""The steering fork's captures, which send a request's rows to sinks, and report the results.
 
     capture={"filesystem": {"request_id": "q-42", "tag": "run-7",
                             "hooks": {"post_block": [12], "pre_attn": "all"},
@@ -7,11 +7,11 @@
     output.capture_results["filesystem"].payload    # the paths of the files
     read_request("/data/captures/run-7/q-42")[12, "post_block"].array
 
-A consumer is the name of a sink that the operator has set up (`additional_config={"scope":
-{"sinks": ...}}`): `filesystem`, or the name of a plugin's sink.
+A consumer is a sink that the operator has configured (`additional_config={"scope": {"sinks":
+...}}`). The name of a consumer is `filesystem`, or the name of a plugin's sink.
 
-Owns:  captures as Reads, CaptureResult, and the fork's reader of files.
-Runs:  in the front-end; the reader runs anywhere.
+Owns:  the translation of captures to Reads, CaptureResult, and the fork's reader of files.
+Runs:  in the front-end. The reader of files runs in any process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput
 
 WHERE = "capture"
-#: A capture's word for positions -> a selector.
+#: Maps the words that a capture can use for positions to selectors.
 _POSITIONS = {
     "last_prompt": "last_prompt",
     "all_prompt": "prompt",
@@ -54,13 +54,15 @@ _STATUS = {"ok": "ok", "partial": "partial_error", "error": "error"}
 
 @dataclass
 class FilesystemCaptureRequest:
-    """A capture by the consumer `filesystem`; a dict with the same fields is accepted too.
+    """A capture to the consumer `filesystem`. A dict with the same fields is also possible.
 
     Attributes:
-        request_id, tag: the name of the files, and their folder below the root.
-        hooks: hook -> layers, "all", or {"layers": [...], "ranges": [[first, last], ...]}.
-        positions: last_prompt, all_prompt, all_generated, all, or a list.
-        layout: must be None; the operator sets the layout.
+        request_id: the name of the files.
+        tag: the folder of the files, below the root.
+        hooks: maps each hook to a list of layers, to "all", or to an object with the fields
+            {"layers": [...], "ranges": [[first, last], ...]}.
+        positions: last_prompt, all_prompt, all_generated, all, or a list of positions.
+        layout: must be None, because the operator sets the layout of the files.
     """
 
     request_id: str
@@ -72,14 +74,16 @@ class FilesystemCaptureRequest:
 
 @dataclass
 class CaptureResult:
-    """The result of a request at one consumer.
+    """The result of one request's capture at one consumer.
 
     Attributes:
-        status: "pending" while the request runs, "ok", "partial_error" (rows are missing), or
-            "error". The status stays "pending" if the sink does not answer in time.
-        error: the reason, if the status is not "ok".
-        payload: for `filesystem`, the paths of the files. Over HTTP without the operator's key,
-            only the names of the files. For another sink, the details of the sink's manifest.
+        status: "pending" while the request runs, then "ok", "partial_error" or "error".
+            "partial_error" means that rows are missing. The status stays "pending" if the sink does
+            not answer in time.
+        error: the reason of the status, if the status is not "ok".
+        payload: the paths of the files, for the consumer `filesystem`. An HTTP request without the
+            operator's key gets only the names of the files. For another consumer, the payload is
+            the details of the sink's manifest.
     """
 
     status: str
@@ -87,7 +91,7 @@ class CaptureResult:
     payload: object = None
 
     def to_json(self) -> dict[str, object]:
-        """The result as the fork's server sends it, with an object as payload."""
+        """This result in the JSON form of the fork's server, where the payload is an object."""
         payload = {"items": self.payload} if isinstance(self.payload, list) else self.payload
         return {"status": self.status, "error": self.error, "payload": payload or {}}
 
@@ -99,8 +103,8 @@ def reads_of(capture: object, sites: Sites, room: Room) -> list[tuple[Read, dict
         room: counts the request's reads and positions.
 
     Raises:
-        SpecError: a value has a wrong form, or the request has too many values. An unknown consumer
-            is refused later, when the request enters the engine.
+        SpecError: a value has a wrong form, or the request has too many values. The engine refuses
+            an unknown consumer later, when the request enters the engine.
     """
     consumers = few_fields(parsed(capture, WHERE), MOST["reads"], "consumers", WHERE)
     return [
@@ -169,17 +173,19 @@ def positions_of(positions: object, where: str) -> str | list[object]:
 
 
 def layers_of(layers: object, where: str, num_layers: int = MAX_LAYER + 1) -> object:
-    """A capture's layers as layers of a Read; ranges become numbers.
+    """Translate the layers of a capture to the layers of a Read. Ranges become layer numbers.
 
     Args:
-        num_layers: the model's number of layers, if it is known.
+        num_layers: the number of layers of the model, or by default the largest possible number.
     """
     if not isinstance(layers, Mapping):
         few(layers, num_layers, "layers", where)
         return layers
     few(layers, 2, "fields", where)
     if not layers or not set(layers) <= {"layers", "ranges"}:
-        raise SpecError(f"{where} has {shown(sorted(layers, key=str))}; it has layers, ranges.")
+        raise SpecError(
+            f"{where} has {shown(sorted(layers, key=str))}; its fields are layers, ranges."
+        )
     for name, value in layers.items():
         few(value, num_layers, name, where)
         if value is not None and not isinstance(value, list | tuple):
@@ -220,7 +226,7 @@ def _result_of(consumer: str, result: ScopeResult) -> CaptureResult:
     if manifest is None:
         return CaptureResult("error" if result.error else "pending", result.error)
     payload: object = manifest.details
-    if consumer == FILESYSTEM:  # over HTTP, only the operator gets paths
+    if consumer == FILESYSTEM:  # an HTTP request gets paths only with the operator's key
         said = msgspec.convert(manifest.details, list[_Files])
         payload = [path for one in said for path in one.paths] or manifest.files
     return CaptureResult(_STATUS[manifest.status], manifest.reason, payload)
@@ -228,10 +234,10 @@ def _result_of(consumer: str, result: ScopeResult) -> CaptureResult:
 
 @dataclass
 class CaptureEntry:
-    """Rows of one layer at one hook.
+    """The captured rows of one layer at one hook.
 
     Attributes:
-        array: [num_rows, hidden_size]; the bits of bfloat16 rows are in uint16.
+        array: the rows, [num_rows, hidden_size]. bfloat16 rows are bits in an array of uint16.
         dtype: the name of the rows' dtype.
         positions: the rows' absolute positions.
     """
@@ -244,20 +250,21 @@ class CaptureEntry:
 
 
 def read_request(path: str | Path) -> dict[tuple[int, str], CaptureEntry]:
-    """A captured request: (layer, hook) -> its rows.
+    """Read the rows of a captured request, by layer and hook.
 
     Args:
-        path: root/tag/request_id, for any layout of the files; or a path from the payload, if the
-            file has only one request.
+        path: root/tag/request_id, for any layout of the files, or a path from the payload, if the
+            file at this path has only one request.
 
     Raises:
-        FileError, KeyError: no request or several requests are at the path.
+        FileError: a file cannot be read.
+        KeyError: the number of requests at the path is not 1.
     """
     path = Path(path)
     if path.is_file():
         found = list(open_files(path))
     else:
-        # Files that requests share are not in the folder of a tag.
+        # A file that several requests share is not in the folder of a tag.
         folder = path.parent if path.parent.is_dir() else path.parent.parent
         found = open_files(folder).find(name=path.name, tag=path.parent.name)
     if len(found) != 1:

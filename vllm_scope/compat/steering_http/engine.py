@@ -6,8 +6,8 @@
     ])
     llm.generate(prompts, SamplingParams(steering_vectors={"post_block": {15: vector}}))
 
-Owns:  LLM, SamplingParams, and `sink_of`: the fork's consumers as vllm-scope's sinks.
-Runs:  in the front-end; imports vLLM.
+Owns:  LLM, SamplingParams, and `sink_of`, which translates the fork's consumers to sinks.
+Runs:  in the front-end. This file imports vLLM.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from vllm_scope.request.sites import STREAM_SITES
 from vllm_scope.sinks.options import FILESYSTEM
 from vllm_scope.vectors.hooks import mapping, site_of
 
-#: Options of the consumer `filesystem` -> options of vllm-scope's sink.
+#: Maps options of the consumer `filesystem` to options of vllm-scope's sink `filesystem`.
 _FILES = {"root": "root", "writer_threads": "threads", "fsync": "fsync"}
 _LAYOUTS = {"per_file": "per_request", "packed": "packed", "sharded": "sharded"}
-#: Options of the consumer `filesystem` for which only this value is allowed.
+#: Maps options of the consumer `filesystem` to the only value that is allowed for each.
 _ALWAYS = {"on_collision": "overwrite", "atomic_publish": True}
-#: Options without effect: vllm-scope has no queues, caches and shards of this kind.
+#: Options without effect, because vllm-scope has no queues, caches and shards of this kind.
 _IDLE = {
     "queue_size", "timeout_seconds", "fd_cache_size", "coalesce_max_bytes", "num_shards",
     "shard_max_bytes",
@@ -38,13 +38,13 @@ _IDLE = {
 _GLOBAL = {"global_hooks", "global_positions", "default_tag"}
 
 
-#: hook -> layer -> a vector, or a list of clamps; or the same as a JSON text.
+#: Maps each hook to layers, and each layer to a vector or a list of clamps. Or a JSON text of this.
 Tier = Mapping[str, Mapping[int | str, object]] | str
 P = ParamSpec("P")
 
 
 class SamplingParams(vllm.SamplingParams):
-    """vLLM's SamplingParams with the fork's fields. The fields move into `extra_args`."""
+    """vLLM's SamplingParams with the fork's fields, which the constructor moves to `extra_args`."""
 
     steering_vectors: Tier | None = None
     prefill_steering_vectors: Tier | None = None
@@ -71,7 +71,7 @@ class SamplingParams(vllm.SamplingParams):
 
 
 def _with_results(method: Callable[P, list[RequestOutput]]) -> Callable[P, list[RequestOutput]]:
-    """A wrapper of a method of vllm.LLM. All outputs of the wrapper have `capture_results`."""
+    """Wrap a method of vllm.LLM, so that all its outputs have `capture_results`."""
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> list[RequestOutput]:
@@ -85,18 +85,18 @@ def _with_results(method: Callable[P, list[RequestOutput]]) -> Callable[P, list[
 
 
 class LLM(vllm.LLM):
-    """vllm.LLM with the fork's arguments; every hook can be steered and captured.
+    """vllm.LLM with the fork's arguments. Requests can steer and capture at every hook.
 
     Args:
-        model, vllm_kwargs: as for vllm.LLM.
-        enable_steering, max_steering_configs: without effect. Every request can be steered. A
-            request waits until there is room for its vectors
-            (additional_config["scope"].vectors_mib).
-        capture_consumers: sinks, each as {"name", "params"}. The params of `filesystem` have the
-            fork's names; a plugin gets unchanged params.
+        model, vllm_kwargs: the arguments of vllm.LLM.
+        enable_steering, max_steering_configs: arguments without effect. Every request can steer.
+            A request waits until there is room for its vectors. The option
+            additional_config["scope"].vectors_mib sets the size of this room.
+        capture_consumers: the sinks, each as {"name", "params"}. The params of `filesystem` have
+            the fork's names. The params of another sink are passed to its plugin unchanged.
 
     Raises:
-        ConfigError: an option of a consumer is not supported.
+        ConfigError: vllm-scope does not support an option of a consumer.
     """
 
     generate = _with_results(vllm.LLM.generate)
@@ -121,7 +121,10 @@ class LLM(vllm.LLM):
 
 
 def sink_of(consumer: object) -> tuple[str, str, dict[str, object]]:
-    """A consumer as a sink: ("sinks" or "global_sinks", the sink's name, its options).
+    """Translate a consumer to a sink.
+
+    Returns:
+        The config key ("sinks" or "global_sinks"), the sink's name, and the sink's options.
 
     Raises:
         ConfigError: `consumer` is not {"name", "params"}, or an option is not supported.
@@ -141,7 +144,7 @@ def sink_of(consumer: object) -> tuple[str, str, dict[str, object]]:
     where = f"{where}.{name}"
     allowed = [*_FILES, "default_layout", *_ALWAYS, *sorted(_IDLE), *sorted(_GLOBAL)]
     if unknown := sorted(set(params) - set(allowed)):
-        raise ConfigError(f"{where} has {shown(unknown[0])}; it has {', '.join(allowed)}.")
+        raise ConfigError(f"{where} has {shown(unknown[0])}; its params are {', '.join(allowed)}.")
     for option, value in _ALWAYS.items():
         if params.get(option, value) != value:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Clamps of the steering fork on features of sparse autoencoders (SAEs), as SetFeatures.
+"""Translates the steering fork's clamps on features of sparse autoencoders (SAEs) to SetFeatures.
 
     sae_clamp_specs=[{
         "module_name": "golden_gate",          # an SAE of additional_config["scope"]["saes"]
@@ -8,15 +8,15 @@
         ]}},
     }]
 
-Let f be the feature's activation in the token's row. `absolute` adds (value - f) times the
-feature's decoder vector to the row, and `additive` adds value times that vector. With
-`only_if_active`, both kinds add only if f is above 0.
+Let f be the feature's activation in the token's row. The kind `absolute` adds (value - f) times the
+feature's decoder vector to the row. The kind `additive` adds value times the decoder vector. With
+`only_if_active`, both kinds change the row only if f is above 0.
 
 Owns:  `features_of`, and the check that an SAE belongs to the clamped place.
-Runs:  in the front-end; over HTTP, on the event loop of the API server.
+Runs:  in the front-end. For HTTP requests, the event loop of the API server runs this code.
 To:    keys.
 
-Promise: on one token, all clamps of one SAE at one place see the same row, even if the clamps are
+Promise: on one token, all clamps of one SAE at one place read the same row, even if the clamps are
 in different objects of the list. Clamps of features apply after all vectors and after all clamps
 along directions.
 """
@@ -38,7 +38,7 @@ from vllm_scope.request.sites import Place, Sites
 from vllm_scope.vectors.hooks import layer_of, number_of, site_of
 
 KEY = "sae_clamp_specs"
-#: A phase -> the tokens to which the phase applies.
+#: Maps each value of the field `phase` to the tokens at which the clamps apply.
 _PHASES = {
     "both": ("prompt", "generated"), "prefill": ("prompt",), "decode": ("generated",),
 }  # fmt: skip
@@ -60,11 +60,12 @@ class _Clamp:
 
 @dataclass(frozen=True)
 class Asked:
-    """One SetFeature of a request.
+    """One SetFeature that a request asks for.
 
     Attributes:
-        module, place: the SAE's name, and the place where the caller clamps its features.
-        words: the caller's names of the edit and its fields, for error texts.
+        module: the SAE's name.
+        place: the place where the caller clamps features of the SAE.
+        words: the caller's names of the edit and of the edit's fields, for error texts.
     """
 
     edit: SetFeature
@@ -73,18 +74,18 @@ class Asked:
     words: dict[str, str]
 
 
-#: (the SAE's name, place) -> tokens -> clamp -> the clamp's path.
+#: Maps an SAE's name and a place to clamps by tokens. Each clamp is mapped to its path in the body.
 _Grouped = dict[tuple[str, Place], dict[str, dict[_Clamp, str]]]
 
 
 def features_of(body: object, sites: Sites, room: Room) -> list[Asked]:
-    """The SetFeatures of a request.
+    """Translate the value of `sae_clamp_specs` to SetFeatures.
 
     Args:
         room: counts the edits of the request.
 
     Raises:
-        SpecError: a value has a wrong form, or a clamp is not possible.
+        SpecError: a value has a wrong form, or a SetFeature cannot express a clamp.
     """
     specs = parsed(body, KEY)
     if specs is None:
@@ -99,11 +100,11 @@ def features_of(body: object, sites: Sites, room: Room) -> list[Asked]:
 
 
 def check_places(asked: Iterable[Asked], saes: Mapping[str, Any]) -> None:
-    """Raise SpecError if the caller clamps features at another place than the place of their SAE.
+    """Raise SpecError if the caller clamps features at a place other than the place of the SAE.
 
     Args:
-        saes: the SAEs that the engine holds, by name. This check ignores an unknown name, because
-            the check of SetFeature refuses the request.
+        saes: the SAEs that the engine holds, by name. This check ignores a name that is not in
+            `saes`, because the check of SetFeature refuses this name.
     """
     for one in asked:
         sae = saes.get(one.module)
@@ -116,12 +117,12 @@ def check_places(asked: Iterable[Asked], saes: Mapping[str, Any]) -> None:
 
 
 def _group(spec: object, where: str, groups: _Grouped, sites: Sites, room: Room) -> None:
-    """Add the clamps of one spec to `groups`."""
+    """Add the clamps of one object of `sae_clamp_specs` to `groups`."""
     fields = few_fields(spec, 4, "fields", where)
     if not {"module_name", "clamps"} <= set(fields) <= {"module_name", "clamps", "phase", "gated"}:
         raise SpecError(
-            f"{where} has {shown(sorted(fields, key=str))}; it has module_name, clamps, phase, "
-            "gated."
+            f"{where} has {shown(sorted(fields, key=str))}; its fields are module_name, clamps, "
+            "phase, gated."
         )
     name = checked_name(fields["module_name"], f"{where}.module_name")
     phase = fields.get("phase", "both")
@@ -161,8 +162,8 @@ def _clamp(entry: object, where: str) -> _Clamp:
     fields = few_fields(entry, 4, "fields", where)
     if not _NEEDED <= set(fields) <= {*_NEEDED, "only_if_active"}:
         raise SpecError(
-            f"{where} has {shown(sorted(fields, key=str))}; it has feature_idx, kind, value, "
-            "only_if_active."
+            f"{where} has {shown(sorted(fields, key=str))}; its fields are feature_idx, kind, "
+            "value, only_if_active."
         )
     index, kind, active = fields["feature_idx"], fields["kind"], fields.get("only_if_active", False)
     if type(index) is not int or index < 0:
@@ -175,7 +176,7 @@ def _clamp(entry: object, where: str) -> _Clamp:
 
 
 def _edits(module: str, place: Place, tiers: Mapping[str, dict[_Clamp, str]]) -> Iterator[Asked]:
-    """Yield one SetFeature for all tokens, or one for each phase if their clamps differ."""
+    """Yield one SetFeature for all tokens, or one per phase if the clamps of the phases differ."""
     prompt, generated = (tiers.get(tokens, {}) for tokens in _PHASES["both"])
     same = set(prompt) == set(generated)
     by_tokens = {"all": prompt} if same else {"prompt": prompt, "generated": generated}

@@ -1,4 +1,4 @@
-"""Gates of the steering fork: vectors that a request adds on a condition, as Adds with a Gate.
+"""Translates vectors that the steering fork adds on a condition to Adds with a Gate.
 
     steering=[{
         "when": {"kind": "probe", "probe": SOURCE, "threshold": 2.0, "sharpness": 1.0},
@@ -8,14 +8,16 @@
 
 A SOURCE is {"kind": "inline", "packed": a tier of vectors}. The SOURCE of `steer` can also be
 {"kind": "name", "name": a steering module}. At each generated token, the Adds add g * strength
-times the vectors, with g = sigmoid(sharpness * (row . probe - threshold)). `row` is the token's own
-row at the probe's hook and layer, before the edits of that hook. With {"kind": "always"}, g is 1.
+times the vectors. g is sigmoid(sharpness * (row . probe - threshold)), where `row` is the token's
+own row at the probe's hook and layer, before the edits of this hook. g is 1 if the kind of `when`
+is "always".
 
 Owns:  `gated`.
-Runs:  in the front-end; over HTTP, on the event loop of the API server.
-From:  vectors, beside this file.   To: keys.
+Runs:  in the front-end. For HTTP requests, the event loop of the API server runs this code.
+From:  vectors, in the same folder as this file.   To: keys.
 
-Promise: if an Add with a Gate cannot express a gate, the gate is refused with the reason.
+Promise: `gated` refuses a gate of the fork that an Add with a Gate cannot express. The error names
+the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from vllm_scope.request.sites import Sites
 from vllm_scope.vectors.hooks import number_of
 
 KEY = "steering"
-#: A kind -> (needed fields, optional fields), or the reason why the kind is refused.
+#: Maps each kind to its needed and its optional fields. A refused kind is mapped to the reason.
 _Kinds = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]] | str]
 
 _WHENS: _Kinds = {"always": ((), ()), "probe": (("probe", "threshold"), ("sharpness",))}
@@ -40,31 +42,31 @@ _APPLIES: _Kinds = {
     "add": (("steer",), ("strength",)),
     "attenuate": "it would weaken all steering of the request, the operator's too; send smaller "
     "scales",
-    "clamp": "the steering fork refuses it too; vllm_scope.Clamp takes a gate",
+    "clamp": "the steering fork refuses this kind too; vllm_scope.Clamp takes a gate",
 }
 _STEERS: _Kinds = {"inline": (("packed",), ()), "name": (("name",), ())}
 _PROBES: _Kinds = {
     "inline": (("packed",), ()),
-    "name": "names are of steering modules, which are no probes; send the probe's numbers as "
-    "kind 'inline'",
+    "name": "a name stands for a steering module, which is not a probe; send the probe's numbers "
+    "as kind 'inline'",
 }
-#: A scope -> the reason why it is refused, or "".
+#: Maps each value of `scope` to "", or to the reason why this value is refused.
 _SCOPES = {
     "this_token": "",
     "rest_of_request": "",
-    "next_step": "steps are the scheduler's, and can have several tokens; use this_token",
-    "rest_of_conversation": "requests share no state; send the gate with each of them",
+    "next_step": "steps are the scheduler's, and a step can have several tokens; use this_token",
+    "rest_of_conversation": "requests share no state; send the gate with each request",
 }
 
 
 def gated(body: object, sites: Sites, room: Room) -> Iterator[tuple[Add, dict[str, str]]]:
-    """Yield the Adds of a request's gates, each with the caller's names of its fields.
+    """Yield the Adds of a request's gates, each Add with the caller's names of the Add's fields.
 
     Args:
         room: counts the vectors and numbers of the request.
 
     Raises:
-        SpecError: a value has a wrong form, or a gate is not possible.
+        SpecError: a value has a wrong form, or an Add with a Gate cannot express a gate.
     """
     gates = parsed(body, KEY)
     if gates is None:
@@ -77,7 +79,7 @@ def gated(body: object, sites: Sites, room: Room) -> Iterator[tuple[Add, dict[st
         fields = few_fields(one, 3, "fields", where)
         if set(fields) != {"when", "scope", "apply"}:
             raise SpecError(
-                f"{where} has {shown(sorted(fields, key=str))}; it has when, scope, apply."
+                f"{where} has {shown(sorted(fields, key=str))}; its fields are when, scope, apply."
             )
         when = _of_kind(fields["when"], f"{where}.when", _WHENS)
         apply = _of_kind(fields["apply"], f"{where}.apply", _APPLIES)
@@ -87,7 +89,7 @@ def gated(body: object, sites: Sites, room: Room) -> Iterator[tuple[Add, dict[st
 
 
 def _of_kind(value: object, where: str, kinds: _Kinds) -> Mapping[object, object]:
-    """The fields of an object. Raises SpecError if the fields do not fit the `kind`."""
+    """The fields of `value`. Raises SpecError if these are not the fields of the `kind`."""
     fields = few_fields(value, 4, "fields", where)
     kind = fields.get("kind")
     found = kinds.get(kind) if isinstance(kind, str) else None
@@ -99,7 +101,7 @@ def _of_kind(value: object, where: str, kinds: _Kinds) -> Mapping[object, object
     needed, others = {"kind", *found[0]}, found[1]
     if not needed <= set(fields) <= {*needed, *others}:
         raise SpecError(
-            f"{where} has {shown(sorted(fields, key=str))}; it has "
+            f"{where} has {shown(sorted(fields, key=str))}; its fields are "
             f"{', '.join(('kind', *found[0], *others))}."
         )
     return fields
@@ -119,7 +121,7 @@ def _gate(when: Mapping[object, object], where: str, sites: Sites, room: Room) -
     source, path = _of_kind(when["probe"], f"{where}.probe", _PROBES), f"{where}.probe.packed"
     vectors = vectors_of(source["packed"], path, sites, room)
     if len(vectors) != 1:
-        raise SpecError(f"{path} has {len(vectors)} vectors; a probe is one, of one layer.")
+        raise SpecError(f"{path} has {len(vectors)} vectors; a probe is one vector of one layer.")
     (((site, layer), vector),) = vectors.items()
     words = {f"Gate.{name}": f"{where}.{name}" for name in ("threshold", "sharpness")}
     with called(words | {"Gate.vector": path}):

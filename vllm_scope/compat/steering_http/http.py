@@ -1,15 +1,15 @@
-"""The steering fork over HTTP: its keys in bodies, `capture_results` in answers, `/v1/steering`.
+"""The steering fork's HTTP interface: keys in bodies, results in answers, and `/v1/steering`.
 
-Owns:  HTTP (the registration of this face with the server), the routers, and the types of their
-       bodies and answers.
+Owns:  HTTP (the registration of this face with the server), the routers, and the types of the
+       routes' bodies and answers.
 Runs:  in each API server process, behind vLLM's authentication.
-From:  tiers (edits of every request), vllm_scope.vectors.hooks (modules).
+From:  tiers (server-wide edits), vllm_scope.vectors.hooks (steering modules).
 
 A response has the `capture_results` of its first choice. If there are several choices (n > 1, or
 several prompts), each choice also has its own `capture_results`.
 
-Promise: these routes and the routes below /v1/scope set and show the same edits and modules. A
-wrong body changes nothing.
+Promise: these routes and the routes below /v1/scope set and show the same edits and steering
+modules. A request with a wrong body changes nothing.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ if TYPE_CHECKING:
     from vllm import CompletionOutput
 
 _VECTORS = (
-    "hook -> layer -> a list of numbers, or {vector, scale}; or hook -> {dtype, shape, "
-    "layer_indices, data, scales} with base64. "
+    "For each hook, an object that maps layers to a list of numbers or to {vector, scale}. An "
+    "object with base64 {dtype, shape, layer_indices, data, scales} is also possible. "
 )
 _CLAMPS = (
-    "hook -> layer -> a list of {vector, min, max, strength} or {vector, value}; or hook -> "
-    "{dtype, shape, layer_indices, data, bounds, strengths} with base64. "
+    "For each hook, an object that maps layers to a list of {vector, min, max, strength} or "
+    "{vector, value}. An object with base64 {dtype, shape, layer_indices, data, bounds, strengths} "
+    "is also possible. "
 )
 Hooks = dict[str, object] | None
 
@@ -57,24 +58,24 @@ class _Tiers(BaseModel):
     decode_clamps: Hooks = Field(default=None, description="Likewise, for generated tokens.")
 
     def tiers(self) -> dict[str, object]:
-        """The tiers that the body gives, without a copy (`model_dump` would copy the tiers)."""
+        """The tiers in the body, without a copy. (`model_dump` would copy the tiers.)"""
         values = {name: getattr(self, name) for name in _Tiers.model_fields}
         return {name: value for name, value in values.items() if value is not None}
 
 
 class SetSteering(_Tiers):
-    """Steering of every request that enters from now on."""
+    """Vectors and clamps for every request that the engine receives from now on."""
 
     replace: bool = Field(
         default=False,
-        description="True: end all server-wide edits first. False: only hooks and layers that "
-        "the body names in a tier get new vectors, or clamps.",
+        description="Whether all server-wide edits end first. If False, only hooks and layers that "
+        "the body names in a tier get new vectors or clamps.",
     )
     target: str | None = Field(default=None, description="main, or left out.")
 
 
 class ClearSteering(BaseModel):
-    """The body of `clear`."""
+    """The body of `/v1/steering/clear`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -82,7 +83,7 @@ class ClearSteering(BaseModel):
 
 
 class SteeringSet(BaseModel):
-    """Hooks and layers that a `set` has changed."""
+    """The hooks and layers that `/v1/steering/set` has changed."""
 
     status: str = "ok"
     hook_points: list[str] = Field(description="Hooks that the body named.")
@@ -93,45 +94,46 @@ class SteeringStatus(BaseModel):
     """The steering of every request."""
 
     active_layers: dict[str, dict[str, dict[str, int | float]]] = Field(
-        description="layer -> hook -> the length of the sum of the vectors: norm, prefill_norm, "
-        "decode_norm; and the number of clamps: clamps, prefill_clamps, decode_clamps."
+        description="Numbers for each layer and hook. norm, prefill_norm and decode_norm are the "
+        "lengths of the sums of the vectors. clamps, prefill_clamps and decode_clamps count clamps."
     )
     other_edits: int = Field(
-        description="Number of server-wide edits without a tier; GET /v1/scope/edits has all."
+        description="Number of server-wide edits that belong to no tier. GET /v1/scope/edits shows "
+        "all edits."
     )
 
 
 class Cleared(BaseModel):
-    """The answer of `clear`: no server-wide edits are left."""
+    """The answer of `/v1/steering/clear`, after which no server-wide edits are left."""
 
     status: str = "ok"
 
 
 class HookPoints(BaseModel):
-    """Hooks at which a layer can be steered."""
+    """The hooks at which requests can steer a layer."""
 
     hook_points: list[str]
 
 
 class SteerableLayers(BaseModel):
-    """Layers and hooks that are tapped."""
+    """The layers and hooks that the engine taps."""
 
     layers: dict[str, HookPoints]
 
 
 class RegisterModule(_Tiers):
-    """A steering module: a name, and vectors of up to three tiers."""
+    """A steering module, with a name and with vectors of up to three tiers."""
 
     name: str = Field(min_length=1, max_length=MAX_NAME)
     kind: str = Field(default="additive", description="additive.")
     sae_manifest: object = Field(default=None, description="Refused.")
-    clamps: Hooks = Field(default=None, description="Refused; a module has vectors alone.")
+    clamps: Hooks = Field(default=None, description="Refused. A module has only vectors.")
     prefill_clamps: Hooks = Field(default=None, description="Refused, too.")
     decode_clamps: Hooks = Field(default=None, description="Refused, too.")
 
 
 class UnregisterModule(BaseModel):
-    """The name of a steering module to forget."""
+    """The name of a steering module that the engine forgets."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -146,7 +148,7 @@ class Modules(BaseModel):
 
 
 class ModuleChanged(BaseModel):
-    """The module that was registered or forgotten, and all present modules."""
+    """The steering module that was registered or forgotten, and all present steering modules."""
 
     status: str = "ok"
     name: str
@@ -177,7 +179,7 @@ async def _sites(request: Request) -> Sites:
 
 @reading.get("", summary="The steering of every request", responses=errors(400))
 async def get_steering(request: Request, target: Target = None) -> SteeringStatus:
-    """Norms and clamps of all server-wide edits, also of edits that other routes have set."""
+    """Lengths of vectors and numbers of clamps, also for server-wide edits from other routes."""
     _check_target(target)
     text = await asked(engine_of(request).edits())
     return SteeringStatus.model_validate(await run_in_threadpool(status, text))
@@ -185,7 +187,7 @@ async def get_steering(request: Request, target: Target = None) -> SteeringStatu
 
 @reading.get("/layers", summary="What can be steered", responses=errors(400))
 async def get_layers(request: Request, target: Target = None) -> SteerableLayers:
-    """The hooks that are tapped at each layer. A running engine keeps its hooks."""
+    """The hooks that the engine taps at each layer, which do not change while the engine runs."""
     _check_target(target)
     sites = await _sites(request)
     found: dict[str, HookPoints] = {}
@@ -198,15 +200,15 @@ async def get_layers(request: Request, target: Target = None) -> SteerableLayers
 
 @reading.get("/modules", summary="The names of steering modules")
 async def get_modules(request: Request) -> Modules:
-    """The names only. GET /v1/scope/modules also has each module's digest and streams."""
+    """Only the names. GET /v1/scope/modules also shows the digest and streams of each module."""
     names = await _names(request)
     return Modules(modules=names, count=len(names))
 
 
 @changing.post("/set", summary="Steer every request")
 async def set_steering(request: Request, body: SetSteering) -> SteeringSet:
-    """All tiers are added together, also the tiers of requests. Running requests keep their
-    steering."""
+    """The vectors of all tiers are added together, also those of requests. Running requests keep
+    their steering."""
     _check_target(body.target)
     engine = engine_of(request)
     sites = await _sites(request)
@@ -220,7 +222,8 @@ async def set_steering(request: Request, body: SetSteering) -> SteeringSet:
 
 @changing.post("/clear", summary="End the steering of every request")
 async def clear_steering(request: Request, body: ClearSteering | None = None) -> Cleared:
-    """Ends all server-wide edits, from every route. Running requests keep these edits."""
+    """Ends all server-wide edits, also edits that other routes have set. Running requests keep
+    these edits."""
     _check_target(body.target if body is not None else None)
     async with in_turn(request, clearing=True):
         await asked(engine_of(request).set_edits(None))
@@ -229,7 +232,7 @@ async def clear_steering(request: Request, body: ClearSteering | None = None) ->
 
 @changing.post("/modules/register", summary="Register a steering module")
 async def register_module(request: Request, body: RegisterModule) -> ModuleChanged:
-    """Later requests that name the module get these vectors. Running requests keep the old
+    """Later requests that name the steering module get these vectors. Running requests keep the old
     vectors."""
     if body.kind != "additive" or body.sae_manifest is not None:
         raise RefusalError(
@@ -245,7 +248,7 @@ async def register_module(request: Request, body: RegisterModule) -> ModuleChang
 
 
 def _module(tiers: dict[str, object], sites: Sites) -> bytes:
-    """A module's content as bytes. Raises SpecError if the content does not fit this model."""
+    """The bytes of a steering module. Raises SpecError if the module does not fit this model."""
     room = Room()
     fields = {
         name: bounded(value, sites, room, f"the body[{name!r}]")
@@ -257,7 +260,7 @@ def _module(tiers: dict[str, object], sites: Sites) -> bytes:
 
 @changing.post("/modules/unregister", summary="Forget a steering module", responses=errors(404))
 async def unregister_module(request: Request, body: UnregisterModule) -> ModuleChanged:
-    """Later requests cannot use the module. Running requests keep the module."""
+    """Later requests cannot use the steering module. Running requests keep its vectors."""
     async with in_turn(request):
         known = await asked(engine_of(request).unregister(body.name))
     names = await _names(request)
@@ -270,7 +273,7 @@ async def unregister_module(request: Request, body: UnregisterModule) -> ModuleC
 
 
 class CaptureReply(FirstReply):
-    """The field `capture_results`: consumer -> {status, error, payload}."""
+    """The field `capture_results`, which maps each consumer to {status, error, payload}."""
 
     name = "capture_results"
 

@@ -1,8 +1,8 @@
-"""The steering fork's keys of one request as actions, and modules loaded while the engine runs.
+"""Translates the steering fork's keys to actions, and loads steering modules at run time.
 
 Owns:  `translate`, `load_modules`.
 Runs:  in the front-end.
-From:  vectors, gates, features and capture, beside this file.
+From:  vectors, gates, features and capture, in the same folder as this file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm_scope.vectors.hooks import REQUEST_TIERS, number_of, tiers
 if TYPE_CHECKING:
     from vllm import LLM
 
-#: A key that is not supported -> the reason and the alternative, for the error text.
+#: Maps each key that is not supported to the reason and the alternative, for the error text.
 REFUSED = {
     "sae_full_reconstruction_specs": "this version cannot replace a row by its reconstruction; "
     "vllm_scope.Replace replaces a row by a row of another run",
@@ -36,7 +36,7 @@ REFUSED = {
 
 
 def translate(values: Mapping[str, object], sites: Sites) -> Translation:
-    """The edits and reads for the fork's keys in one request.
+    """Translate the fork's keys of one request to edits and Reads.
 
     Raises:
         SpecError: a value has a wrong form, or a key is not supported.
@@ -65,8 +65,10 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
 
 
 def _module(values: Mapping[str, object]) -> list[tuple[Edit, dict[str, str]]]:
-    """The edit of `steering_module_ref` or `steering_name`, whose value is (name, scale) or a name;
-    [] if the request has no such key."""
+    """The edit of the key `steering_module_ref` or `steering_name`; [] without such a key.
+
+    The value of the key is (name, scale) or a name.
+    """
     given = [k for k in ("steering_module_ref", "steering_name") if values.get(k) is not None]
     if not given:
         return []
@@ -83,18 +85,18 @@ def _module(values: Mapping[str, object]) -> list[tuple[Edit, dict[str, str]]]:
 
 
 def load_modules(llm: LLM, modules: Iterable[str]) -> dict[str, str]:
-    """Register modules with a running engine, as the fork's `--steering-modules name=path` did.
+    """Register steering modules with a running engine, in place of the fork's `--steering-modules`.
 
     Args:
-        modules: "name=path" each. A path is a file that `vllm_scope.vectors.load_vectors` reads,
-            such as the fork's JSON. If the engine has a module of this name, later requests get the
-            new content.
+        modules: strings of the form "name=path". `vllm_scope.vectors.load_vectors` reads the file
+            at the path, such as the fork's JSON. If the engine already has a steering module of
+            this name, later requests get the new content.
 
     Returns:
-        name -> digest of the module's content.
+        The digests of the steering modules' contents, by name.
 
     Raises:
-        SpecError: an item is not name=path, or a file is no module of this model.
+        SpecError: an item is not name=path, or the content of a file does not fit this model.
     """
     digests = {}
     for module in modules:

@@ -1,12 +1,13 @@
-"""Steering of every request: the fork's global tiers, as server-wide edits.
+"""Translates the steering fork's global tiers, which steer every request, to server-wide edits.
 
-Owns:  Wanted (the body of `set`), `merged` and `status`.
+Owns:  Wanted (the body of `/v1/steering/set`), `merged` and `status`.
 Runs:  in an API server process.
 To:    http.
 
-Promise: the engine has the only list of server-wide edits. An Add or a Clamp of this list belongs
-to a tier if the edit has numbers, layers and the tier's tokens, no matter which route has set the
-edit. All other edits (modules by name, ablations, edits with a gate or a dose ...) stay unchanged.
+Promise: only the engine has a list of server-wide edits. An Add or a Clamp of this list belongs to
+a tier if the edit has numbers and layers, and applies to the tier's tokens. The route that has set
+the edit does not matter. A `set` does not change other edits, such as an Add of a steering module
+by name, an ablation, or an edit with a gate or a dose.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from vllm_scope.request.spec import Spec, scope
 from vllm_scope.vectors.hooks import MODULE_TIERS, tiers
 
 CLAMP_TIERS = tiers("clamps")
-#: A tier's tokens -> the field of `status` with its norm, and the field with its number of clamps.
+#: Map a tier's tokens to the fields of `status` for the vector's length and the number of clamps.
 _NORMS = {tokens: name for name, tokens in tiers("norm").items()}
 _COUNTS = {tokens: name for name, tokens in CLAMP_TIERS.items()}
 
-#: Kind of edit, tokens, site, layer.
+#: A kind of edit, the tokens of the edit, a site and a layer.
 _Place = tuple[str, str, str, int]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The body of a `set`.
+    """The edits in the body of a `/v1/steering/set`.
 
     Attributes:
-        edits: Adds, then Clamps.
-        places: the places whose earlier edits are replaced.
+        edits: first the Adds, then the Clamps.
+        places: the kinds of edits, tokens, sites and layers whose earlier edits are replaced.
     """
 
     edits: tuple[Edit, ...]
@@ -49,10 +50,10 @@ class Wanted:
 
     @staticmethod
     def parse(body: Mapping[str, object], sites: Sites) -> Wanted:
-        """A Wanted from the fields of a body.
+        """Make a Wanted from the fields of a body.
 
         Raises:
-            SpecError: a value is wrong. The error names the value's path, and nothing is set.
+            SpecError: a value is wrong. The error names the path of the value in the body.
         """
         edits: list[Edit] = []
         places: set[_Place] = set()
@@ -66,11 +67,11 @@ class Wanted:
         for field, tokens in MODULE_TIERS.items():
             vectors = vectors_of(body.get(field), field, sites, room)
             take("add", tokens, field, vectors)
-            # A vector of zeros removes the vector of its place.
+            # A vector of zeros removes the earlier vector at its place.
             edits += stacked({s: v for s, v in vectors.items() if v.any()}, tokens)
         for field, tokens in CLAMP_TIERS.items():
             clamps = clamps_of(body.get(field), tokens, field, sites, room)
-            # An empty list removes the clamps of its place.
+            # An empty list removes the earlier clamps at its place.
             take("clamp", tokens, field, clamps)
             edits += chain.from_iterable(clamps.values())
         if not places:
@@ -88,15 +89,15 @@ class Wanted:
 
 
 def merged(text: str | None, wanted: Wanted, alone: bool) -> str | None:
-    """The new server-wide edits as a spec; None if there are no edits.
+    """The new server-wide edits as a spec, or None if no edits are left.
 
     Args:
-        text: the present server-wide edits as a spec; None: there are no edits.
-        alone: True: end all present edits first. False: present edits at other places stay.
+        text: the present server-wide edits as a spec, or None if there are no edits.
+        alone: whether all present edits end. If False, present edits at other places stay.
     """
     held = [] if alone or text is None else Spec.from_json(text).edits
     left = [e for edit in held for e in _without(edit, wanted.places)]
-    # As in a request, clamps apply after all additions.
+    # Server-wide clamps apply after all server-wide additions, as in a request.
     first = next((i for i, edit in enumerate(left) if isinstance(edit, Clamp)), len(left))
     adds = [edit for edit in wanted.edits if isinstance(edit, Add)]
     clamps = [edit for edit in wanted.edits if isinstance(edit, Clamp)]
@@ -105,7 +106,7 @@ def merged(text: str | None, wanted: Wanted, alone: bool) -> str | None:
 
 
 def _places(edit: Edit) -> list[_Place]:
-    """(kind, tokens, site, layer) of an edit at each layer; [] if the edit belongs to no tier."""
+    """The _Place of an edit for each layer of the edit; [] if the edit belongs to no tier."""
     values = getattr(edit, edit.fields[0])
     tokens, layers = edit.tokens.to_json(), edit.layer_numbers
     plain = isinstance(edit, Add | Clamp) and edit.gate is None and edit.dose is None
@@ -126,7 +127,7 @@ def _rows(edit: Edit) -> Iterator[np.ndarray]:
 
 
 def _without(edit: Edit, places: Iterable[_Place]) -> list[Edit]:
-    """A list with the edit without `places`; [] if the edit has no other places."""
+    """Remove `places` from an edit. Returns a list with the edit, or [] if no place is left."""
     own = _places(edit)
     stays = [place not in places for place in own]
     if all(stays):
@@ -142,7 +143,7 @@ def _without(edit: Edit, places: Iterable[_Place]) -> list[Edit]:
 
 
 def status(text: str | None) -> dict[str, object]:
-    """Norms and numbers of clamps by layer and hook, and how many edits belong to no tier."""
+    """Lengths of vectors and numbers of clamps by layer and hook, and the number of other edits."""
     sums: dict[_Place, np.ndarray] = {}
     active: dict[int, dict[str, dict[str, float]]] = {}
     others = 0
@@ -155,7 +156,7 @@ def status(text: str | None) -> dict[str, object]:
         others += not places
         for place, row in zip(places, _rows(edit), strict=False):
             if isinstance(edit, Add):
-                # In float64, the norm of every sum is finite.
+                # The sum is in float64, where the length of every sum of float32 vectors is finite.
                 sums[place] = sums.get(place, 0) + edit.scale * row.astype(np.float64)
             else:
                 entry, name = entry_of(place), _COUNTS[place[1]]

@@ -1,15 +1,15 @@
-"""Vectors and clamps of the steering fork: counted, then parsed as edits.
+"""Counts vectors and clamps of the steering fork, and then parses these values as edits.
 
     {hook: {layer: [...] | {"vector": [...], "scale": 2.0}}}              vectors
     {hook: {layer: [{"vector": [...], "min": -2.0, "max": 4.0}, ...]}}    clamps
-    {hook: {"dtype", "shape", "layer_indices", "data", ...}}              either, packed
+    {hook: {"dtype", "shape", "layer_indices", "data", ...}}              packed vectors or clamps
 
-Owns:  tiers of vectors and of clamps: `bounded`, and the tiers as Adds and Clamps.
-Runs:  in the front-end; over HTTP, on the event loop of the API server.
+Owns:  `bounded` (counts the values of a tier), and the translation of tiers to Adds and Clamps.
+Runs:  in the front-end. For HTTP requests, the event loop of the API server runs this code.
 From:  vllm_scope.vectors.hooks.   To: keys and gates (for one request), tiers and http (for
        all requests).
 
-Promise: the vectors and clamps of a tier are counted before anything is built from the tier.
+Promise: the vectors and clamps of a tier are counted before any edit or array is built.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _BOUNDS = {"min", "max", "value"}
 _PACKED_FIELDS, _VECTOR_FIELDS, _CLAMP_FIELDS = 7, 3, 5
 
 
-# Counting. Values of a wrong type pass, because the parsers refuse these values.
+# Counting. These functions accept values of a wrong type, because the parsers refuse such values.
 
 
 def bounded(
     body: object, sites: Sites, room: Room, where: str, *, clamps: bool = False
 ) -> Mapping[object, object]:
-    """Count the vectors of a tier (if `clamps` is True: the clamps), and return the tier's hooks.
+    """Count the vectors or the clamps of a tier, and return the tier's hooks.
 
-    A hook has at most one vector for each layer. Among the request's edits, all vectors of one hook
-    count as one edit, and each clamp counts as one edit.
+    `clamps` says whether the tier has clamps. A hook has at most one vector for each layer. In the
+    count of the request's edits, all vectors of one hook are one edit, and each clamp is one edit.
 
     Raises:
         SpecError: too many vectors or clamps, a layer that the model lacks, or a vector of another
@@ -89,13 +89,13 @@ def _check_entry(entry: object, sites: Sites, room: Room, path: str, most: int) 
         few(entry, most, "fields", path)
         if "vector" in entry:
             entry, path = entry["vector"], f"{path}.vector"
-    if isinstance(entry, Mapping):  # one vector, with base64
+    if isinstance(entry, Mapping):  # one vector, as base64
         _check_packed(entry, sites, 1, path)
     check_vector(entry, sites.hidden_size, room, path)
 
 
 def _check_packed(body: Mapping[object, object], sites: Sites, most: int | None, where: str) -> int:
-    """The number of rows that a packed hook claims; 0 if the parser will refuse the hook."""
+    """The number of rows in the `shape` of a packed hook; 0 if the parser will refuse the hook."""
     few(body, _PACKED_FIELDS, "fields", where)
     shape = body.get("shape")
     few(shape, 3, "numbers", f"{where}.shape")
@@ -122,7 +122,7 @@ def vectors_of(body: object, where: str, sites: Sites, room: Room) -> HookVector
         room: counts the vectors and numbers of the request.
 
     Raises:
-        SpecError: a value is wrong; the error names the value's path.
+        SpecError: a value is wrong. The error names the value's path.
     """
     return parse_hooks(bounded(body, sites, room, where), where)
 
@@ -130,7 +130,7 @@ def vectors_of(body: object, where: str, sites: Sites, room: Room) -> HookVector
 def stacked(
     vectors: HookVectors, tokens: str, scale: float = 1.0, gate: Gate | None = None
 ) -> list[Add]:
-    """Vectors as Adds, one Add for each site."""
+    """Make one Add for each site of the vectors."""
     by_site: dict[str, dict[int, np.ndarray]] = {}
     for (site, layer), vector in vectors.items():
         by_site.setdefault(site, {})[layer] = vector
@@ -146,9 +146,9 @@ def stacked(
 def clamps_of(
     body: object, tokens: str, where: str, sites: Sites, room: Room
 ) -> dict[SiteLayer, list[Clamp]]:
-    """The Clamps of each place of a tier, in their order; [] for a place with an empty list.
+    """The Clamps of a tier, by place. A place for which the tier has an empty list has no Clamps.
 
-    Arguments and errors are those of `vectors_of`.
+    The other arguments and the errors are those of `vectors_of`.
     """
     found: dict[SiteLayer, list[Clamp]] = {}
     for hook, by_layer in bounded(body, sites, room, where, clamps=True).items():
@@ -170,13 +170,13 @@ def clamps_of(
 
 
 def words_of(edit: Edit, key: str) -> dict[str, str]:
-    """The names of an edit and its fields in errors: path of the action -> path in the tier."""
+    """Maps the paths of an edit's fields to paths in the tier, which error texts name."""
     place = f"{key}[{HOOKS[edit.site]!r}]"
     return dict.fromkeys(("", ".layers", ".site", ".tokens", f".{edit.fields[0]}"), place)
 
 
 def _unpacked(body: Mapping[object, object], place: str) -> Iterator[tuple[int, dict[str, object]]]:
-    """Yield the layer and the fields of each clamp of the packed form."""
+    """Yield the layer and the fields of each clamp of a packed hook."""
     rows = packed_rows(body, place, {"bounds", "strengths"})
     bounds = per_row(body.get("bounds"), len(rows), f"{place}.bounds")
     given = body.get("strengths")

@@ -1,4 +1,4 @@
-"""vllm-lens: its keys, SteeringVector, `output.activations`, wire format and client.
+"""The keys, SteeringVector, `output.activations`, wire format and client of vllm-lens.
 
     from vllm_scope.compat.vllm_lens import SteeringVector
     params = SamplingParams(max_tokens=8, extra_args={
@@ -8,24 +8,25 @@
     out = llm.generate(prompts, params)[0]
     out.activations["residual_stream"]    # [n_layers, n_prompt + n_generated - 1, hidden]
 
-Rows are read after all steering. Layer k is Hugging Face's `hidden_states[k + 1]`.
+The rows are read after all steering of the layer. Layer k has the values of Hugging Face's
+`hidden_states[k + 1]`.
 
-Keys in `extra_args`, or over HTTP in `vllm_xargs`, as JSON strings:
-    output_residual_stream   Read("resid_post", layers): True for all layers, a list of
-                             layers, False or None for nothing
-    apply_steering_vectors   an Add for each vector; for 3-D activations one for each position
-    apply_hooks              Python functions between the layers; offline, in this process, eager
-    output_qk                Read("q", layers) and Read("k", layers), if the engine taps q and k
-    activations_transport    "binary": over HTTP, tensors come as files; no effect offline
+A request has these keys in `extra_args`, or over HTTP in `vllm_xargs`, as JSON strings.
+    output_residual_stream   a Read of "resid_post". True reads all layers, a list reads some
+                             layers, and False or None reads nothing
+    apply_steering_vectors   an Add for each vector, or for each position of 3-D activations
+    apply_hooks              Python functions between the layers of an eager engine in this process
+    output_qk                Reads of "q" and "k", if the engine taps these sites
+    activations_transport    "binary" lets an HTTP answer send tensors as files
 
-keys.py        the keys of a request as actions, and Activations
-steering.py    SteeringVector
+keys.py        translates the keys of a request to actions; Activations
+steering.py    SteeringVector, whose vectors a request adds to rows
 hooks.py       Hook and HookContext, for one request or for all requests
-model.py       the pydantic methods of SteeringVector and Hook
-attention.py   attention patterns, from queries and keys
-wire.py        tensors in JSON
-http.py        `activations` in answers, GET /v1/activations/{handle}
-client.py      VLLMLensClient
+model.py       the methods that SteeringVector and Hook have in place of pydantic's methods
+attention.py   computes attention patterns from queries and keys
+wire.py        writes tensors as JSON, and reads this JSON
+http.py        `activations` in answers, and GET /v1/activations/{handle}
+client.py      VLLMLensClient, a client of a server
 
 An import of this package, or of the package's client, does not import torch or vLLM.
 """
@@ -55,13 +56,13 @@ __all__ = [
     "deserialize_tensor", "serialize_activations", "serialize_tensor", "translate",
 ]  # fmt: skip
 
-#: Exported name -> its module; all other names are in `wire`.
+#: Maps exported names to Python modules. The exported names that are not here are in `wire`.
 _MODULES = {
     "HTTP": "http", "Activations": "keys", "translate": "keys", "SteeringVector": "steering",
     "GenerateOutput": "client", "VLLMLensClient": "client", "Hook": "hooks", "HookContext": "hooks",
     "attention_patterns": "attention", "compute_attention_weights": "attention",
 }  # fmt: skip
-#: Exports of vllm-lens that do not exist here.
+#: Names that vllm-lens exports, and that this package does not have.
 _MISSING = ("serialize_hook_results", "deserialize_hook_results")
 
 

@@ -1,10 +1,10 @@
-"""Attention patterns from queries and keys, equal to the patterns of the model's kernel.
+"""Computes attention patterns from queries and keys, as the model's attention kernel does.
 
     out.activations["attn_q"]                       # (layers, positions, heads, head_dim)
     attention_patterns(out.activations, layer=3)    # (heads, positions, positions), float32
 
 Owns:  `attention_patterns`, `compute_attention_weights`, and `qk_meta` of a layer.
-Runs:  anywhere, on the device of the tensors. The formula is in vllm_scope.analysis.attention.
+Runs:  in any process, on the device of the tensors. vllm_scope.analysis.attention has the formula.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_scope.request.sites import Sites
 
 
 def qk_meta(sites: Sites, layer: int) -> dict[str, object]:
-    """The options of a layer's kernel under vllm-lens's names, as JSON."""
+    """The options of a layer's attention kernel under vllm-lens's names, as JSON."""
     kernel, heads = sites.kernels[layer], sites.heads
     assert heads is not None
     window = kernel["sliding_window"]
@@ -41,7 +41,7 @@ def qk_meta(sites: Sites, layer: int) -> dict[str, object]:
 def attention_patterns(
     activations: Mapping[str, Any], layer: int, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The pattern of one layer over all positions that were captured.
+    """The attention pattern of one layer over all positions that were captured.
 
     Args:
         activations: `output.activations` of a request with `output_qk`, or the result of
@@ -50,10 +50,11 @@ def attention_patterns(
         dtype: the dtype of the computation.
 
     Returns:
-        [heads, positions, positions]: rows are queries.
+        The weights, [heads, query positions, key positions].
 
     Raises:
-        KeyError: no queries and keys were captured. SpecError: this layer was not captured.
+        KeyError: no queries and keys were captured.
+        SpecError: this layer was not captured.
         ScopeError: rows are missing, or q and k are not enough to compute the pattern.
     """
     if "qk_layers" not in activations:
@@ -93,24 +94,26 @@ def compute_attention_weights(
     """The weights with which queries attend to keys.
 
     Args:
-        q: [num_queries, heads, head_dim].
-        k: [num_keys, kv_heads, head_dim]; each head of `k` serves heads / kv_heads successive
-            heads of `q`.
-        scale: the factor of q.k.
-        causal: a query sees keys up to its own position.
-        q_start: position of the first query among the keys; None: the queries have
-            the last positions.
-        sliding_window: how many positions a query sees before and after its own position; -1: all.
-        logits_soft_cap: a score becomes cap * tanh(score / cap); 0: scores are not capped.
-        alibi_slopes: [heads]; slope * (key position - query position) is added to a score.
-        sinks: [heads]; one more score in the softmax of each head, without a key.
+        q: the queries, [num_queries, heads, head_dim].
+        k: the keys, [num_keys, kv_heads, head_dim]. Each head of `k` is used by heads / kv_heads
+            successive heads of `q`.
+        scale: the factor of the dot product of a query and a key.
+        causal: whether a query attends only to keys up to the query's own position.
+        q_start: position of the first query among the keys, or None if the queries have the last
+            positions.
+        sliding_window: how many positions before and after the own position a query attends to. -1
+            means all positions.
+        logits_soft_cap: a score becomes cap * tanh(score / cap). With 0, scores are not capped.
+        alibi_slopes: [heads]. slope * (key position - query position) is added to a score.
+        sinks: [heads]. The softmax of each head has one more score, which belongs to no key.
         dtype: the dtype of the computation.
 
     Returns:
-        [heads, num_queries, num_keys]; zero if the query does not see the key.
+        The weights, [heads, num_queries, num_keys]. A weight is 0 if the query does not attend to
+        the key.
 
     Raises:
-        SpecError: shapes disagree.
+        SpecError: the shapes of the arguments do not fit together.
     """
     if q.dim() != 3 or k.dim() != 3 or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
         raise SpecError(
@@ -141,7 +144,7 @@ def compute_attention_weights(
 
 
 def _by_head(values: Tensor | Sequence[float] | None, name: str, heads: int) -> Tensor | None:
-    """`values` as a tensor [heads]; None stays None."""
+    """`values` as a tensor [heads], or None for None."""
     if values is None:
         return None
     found = torch.as_tensor(values).flatten()

@@ -1,12 +1,13 @@
-"""VLLMLensClient: vllm-lens's client of a server, on httpx.
+"""VLLMLensClient, which is vllm-lens's client of a server, and uses httpx.
 
     from vllm_scope.compat.vllm_lens.client import VLLMLensClient
     client = VLLMLensClient("http://localhost:8000")
     out = client.generate("Hello", max_tokens=10, capture_layers=[15])
     out.activations["residual_stream"]
 
-The client needs no vLLM, and needs torch only for tensors. A wrong request raises SpecError, and a
-full server raises CapacityError. Every other refusal raises ServerError.
+The client does not import vLLM, and imports torch only for tensors. A wrong request raises
+SpecError. If the server has no room for a request, the client raises CapacityError. The client
+raises ServerError for every other refusal.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class GenerateOutput:
 
     Attributes:
         text: the text of the first choice.
-        activations: the first choice's activations; None if nothing was captured.
-            "residual_stream" is a torch tensor [n_layers, n_positions, hidden]. With
-            `capture_qk` there are also attn_q, attn_k, qk_layers and qk_meta, for
-            `attention_patterns`. For choice i, call
+        activations: the first choice's activations, or None if nothing was captured.
+            "residual_stream" is a torch tensor [n_layers, n_positions, hidden]. With `capture_qk`,
+            the activations also have attn_q, attn_k, qk_layers and qk_meta, for
+            `attention_patterns`. The activations of choice i are
             `decode_activations(out.raw["choices"][i], fetch_bytes=client.fetch_bytes)`.
         hook_results: None, because a server runs no hooks.
         logprobs: the first choice's log-probabilities, as in the server's JSON.
@@ -61,10 +62,10 @@ class VLLMLensClient:
 
     Args:
         base_url: the server's URL.
-        model: one of the server's models; None: the server's first model.
-        api_key: the key that the server got as vLLM's --api-key.
-        timeout: seconds to wait for an answer.
-        transport: an httpx transport, for tests and proxies.
+        model: the name of one of the server's models, or None for the server's first model.
+        api_key: a key of the server's option --api-key.
+        timeout: how many seconds the client waits for an answer.
+        transport: an httpx transport in place of the default, for tests and proxies.
     """
 
     def __init__(
@@ -105,17 +106,17 @@ class VLLMLensClient:
         """Complete a prompt.
 
         Args:
-            hooks: refused.
+            hooks: must be None or empty, because a server runs no hooks.
             capture_layers: layers of the residual stream to capture, or True for all layers.
             capture_qk: layers of queries and keys to capture, or True for all layers.
-            activations_transport: "binary": the server keeps tensors as files, and this method
-                fetches the files.
-            fields: other fields of the request: n, stop, vllm_xargs, ...
+            activations_transport: with "binary", the server keeps tensors as files, and this
+                method fetches the files.
+            fields: other fields of the request, such as n, stop and vllm_xargs.
 
         Raises:
             SpecError: the request is wrong.
-            CapacityError: the server is full; send the request again later.
-            ServerError: the server refused for another reason.
+            CapacityError: the server has no room for the request. Send the request again later.
+            ServerError: the server refused the request for another reason.
             ScopeError: requested rows are missing.
         """
         words = _words(hooks, capture_layers, capture_qk, steering_vectors, activations_transport)
@@ -138,7 +139,7 @@ class VLLMLensClient:
         activations_transport: str | None = None,
         **fields: object,
     ) -> GenerateOutput:
-        """Let the model answer messages. Arguments and errors are those of `generate`."""
+        """Let the model answer messages. Other arguments and errors are those of `generate`."""
         words = _words(hooks, capture_layers, capture_qk, steering_vectors, activations_transport)
         body = {
             "messages": list(messages), "max_tokens": max_tokens, "temperature": temperature,
@@ -163,7 +164,7 @@ class VLLMLensClient:
         return GenerateOutput(text, found, None, choice.get("logprobs"), raw)
 
     def fetch_bytes(self, handle: str) -> bytes:
-        """The bytes of a handle's tensor. The server then deletes the bytes."""
+        """Fetch the bytes of a handle's tensor. The server then deletes the bytes."""
         return self._request("GET", f"/v1/activations/{quote(handle, safe='')}?delete=true")
 
     def _request(self, method: str, path: str, body: object = None) -> bytes:
@@ -171,7 +172,7 @@ class VLLMLensClient:
         return Response(response.status_code, response.content).checked().content
 
     def register_hooks(self, *_: object, **__: object) -> NoReturn:
-        """Raises SpecError: a server runs no functions."""
+        """Raises SpecError, because a server runs no functions of its clients."""
         raise SpecError(NO_HOOKS)
 
     collect_hook_results = clear_hooks = clear_hook_results = register_hooks
@@ -194,7 +195,7 @@ def _words(
     vectors: Sequence[SteeringVector] | None,
     transport: str | None,
 ) -> dict[str, str]:
-    """The keys for `vllm_xargs`, with lists and objects as JSON strings."""
+    """vllm-lens's keys for the field `vllm_xargs`, with lists and objects as JSON strings."""
     if hooks:
         raise SpecError(NO_HOOKS)
     words = {"activations_transport": transport} if transport is not None else {}

@@ -1,21 +1,22 @@
-"""Hook: a Python function inside the model, for one request or for all requests of this process.
+"""A Hook calls a Python function inside the model, for one request or for all requests of an LLM.
 
     def ablate_neuron(ctx, h):                  # h: [seq_len, hidden], the rows of this step
         ctx.saved.setdefault("before", []).append(h[:, 42].cpu())
         h[:, 42] = 0
         return h                                # None leaves the rows as they are
 
-    llm = LLM(model, enforce_eager=True, distributed_executor_backend="uni")  # with
-    # VLLM_ENABLE_V1_MULTIPROCESSING=0, before vLLM is imported
+    # VLLM_ENABLE_V1_MULTIPROCESSING=0 must be set before vLLM is imported.
+    llm = LLM(model, enforce_eager=True, distributed_executor_backend="uni")
     params = SamplingParams(extra_args={"apply_hooks": [Hook(ablate_neuron, [15])]})
     llm.generate(prompt, params)[0].hook_results["0"]["before"]
 
-In each step with tokens of its request, a function is called one time for each of its layers: for
-each chunk of the prompt, then for each generated token. With async scheduling, the last call can be
-for a token that vLLM then discards. The model continues with the rows that the function returns. A
-function is never pickled and never leaves this process. A function has the rights of this process.
+In each step with tokens of the request, the function is called one time for each layer of the Hook.
+A step computes a chunk of the prompt, or a generated token. With async scheduling, the last call
+can be for a token that vLLM then discards. The model continues with the rows that the function
+returns. A function is never pickled and never leaves this process. A function can do all that this
+process can do.
 
-vllm-lens adds `llm.register_hooks(...)` and related methods to vllm.LLM. vllm-scope adds the
+vllm-lens adds `llm.register_hooks(...)` and related methods to vllm.LLM. vllm-scope adds the same
 methods when Hook is imported.
 """
 
@@ -35,18 +36,19 @@ from vllm_scope.errors import ScopeError, SpecError, shown
 if TYPE_CHECKING:
     from vllm import LLM
 
-#: The values that a hook saves, by names that the hook chooses.
+#: The values that a hook saves, under names that the hook chooses.
 Saved = dict[str, Any]
 
 
 class HookContext:
-    """Where a hook runs, and the values that it saves. One context per hook and completion.
+    """The first argument of a hook's function. Each hook has one HookContext per completion.
 
     Attributes:
-        layer_idx: the layer.
-        seq_len: number of rows.
+        layer_idx: the layer at which the function is called.
+        seq_len: number of rows that the function receives.
         positions: the rows' absolute positions.
-        saved: a dict for the hook's values; it becomes `output.hook_results[hook's index]`.
+        saved: a dict for the values that the function saves. `output.hook_results` has this dict
+            under the hook's index.
         model: vLLM's model.
     """
 
@@ -57,7 +59,7 @@ class HookContext:
         self.saved: Saved = {}
 
     def get_parameter(self, name: str) -> Tensor:
-        """A parameter, a buffer or another tensor of the model, by its dotted name."""
+        """The parameter, buffer or other tensor of the model that has the dotted name `name`."""
         found: object = self.model
         for part in name.split("."):
             found = getattr(found, part)
@@ -66,13 +68,15 @@ class HookContext:
 
 @dataclass(frozen=True, eq=False)
 class Hook(Model):
-    """A function to call after some layers, or before some layers.
+    """A function that the engine calls after some layers, or before these layers.
 
     Attributes:
-        fn: (HookContext, rows) -> the new rows, or None to keep the old rows. `rows` is a copy of
-            the residual stream, [seq_len, hidden], in the model's dtype, on its device.
-        layer_indices: the layers, from 0.
-        pre: True: call `fn` before each layer, with the layer's input. False: after it.
+        fn: a function of a HookContext and rows. `fn` returns new rows, or None to keep the old
+            rows. The given rows are a copy of the residual stream, [seq_len, hidden], in the
+            model's dtype, on the model's device.
+        layer_indices: the numbers of the layers, from 0.
+        pre: whether `fn` is called before each layer, with the layer's input. If False, `fn` is
+            called after each layer, with the layer's output.
     """
 
     fn: Callable[[HookContext, Tensor], Tensor | None]
@@ -91,7 +95,7 @@ class Hook(Model):
             raise SpecError(f"Hook.layer_indices is {shown(layers)}; it must be a list of layers.")
 
     def model_dump(self, mode: str = "json") -> NoReturn:
-        """Raises SpecError: functions are not sent as JSON."""
+        """Raises SpecError, because functions cannot be sent as JSON."""
         raise SpecError(NO_HOOKS)
 
 
@@ -108,7 +112,7 @@ class HookRun:
     def __init__(self, of_all: Sequence[Hook], own: Sequence[Hook]) -> None:
         self._hooks, self._num_of_all = [*of_all, *own], len(of_all)
         self.places = {(layer, hook.pre) for hook in self._hooks for layer in hook.layer_indices}
-        #: Index of a completion -> index of a hook that was called -> its context.
+        #: Maps a completion's index to the contexts of its called hooks, by the hooks' indices.
         self._contexts: dict[int, dict[int, HookContext]] = {}
         self._errors: dict[int, str] = {}
 
@@ -116,9 +120,10 @@ class HookRun:
         self, child: int, place: tuple[int, bool], rows: Tensor, first: int,
         model: torch.nn.Module,
     ) -> Tensor | None:  # fmt: skip
-        """The rows that the hooks of a place (layer, pre) return; None if no hook returns rows.
+        """Call the hooks of one place (layer, pre) on `rows`, in order.
 
-        Each hook gets the rows that the previous hook returned.
+        Each hook receives the rows that the hooks before it returned. Returns the last rows that a
+        hook returned, or None if no hook returned rows.
         """
         layer, before = place
         contexts = self._contexts.setdefault(child, {})
@@ -137,8 +142,10 @@ class HookRun:
         self._errors[child] = error
 
     def results(self, child: int, *, of_all: bool = False) -> HookResults:
-        """The values that the request's own hooks saved for a completion. If `of_all` is True: the
-        values of the hooks of every request."""
+        """The values that the request's own hooks saved for a completion.
+
+        If `of_all` is True, the result has the values that the hooks of every request saved.
+        """
         start = 0 if of_all else self._num_of_all
         stop = self._num_of_all if of_all else len(self._hooks)
         contexts = self._contexts.get(child, {})
@@ -147,10 +154,10 @@ class HookRun:
 
 
 class HookResults(Mapping[str, Saved]):
-    """`output.hook_results`: a hook's index, as text -> the values that the hook saved.
+    """`output.hook_results`, which maps a hook's index, as text, to the hook's saved values.
 
     Raises:
-        ScopeError: on access, if a hook of the completion has failed.
+        ScopeError: the caller reads a value, and a hook of the completion has failed.
     """
 
     def __init__(self, contexts: Mapping[str, HookContext], error: str | None) -> None:
@@ -172,9 +179,9 @@ class PersistentHooks:
     """The hooks that all requests of one LLM have, and the values that these hooks saved.
 
     Attributes:
-        hooks: run before a request's own hooks.
-        results: request id -> the hook's index, as text -> the values that the hook saved. If a
-            request has several completions, the completion's index and "_" come before the id.
+        hooks: the hooks, which run before a request's own hooks.
+        results: maps request ids to the values that the hooks saved. If a request has several
+            completions, the key is the completion's index, "_" and the request id.
     """
 
     def __init__(self) -> None:
@@ -194,10 +201,10 @@ def _of(llm: LLM) -> PersistentHooks:
 def register_hooks(
     self: LLM, hooks: Sequence[Hook], prefetch_params: Sequence[str] | None = None
 ) -> None:
-    """Let every later request run these hooks too.
+    """Let every later request of this LLM run these hooks too.
 
     Raises:
-        SpecError: a value is no Hook, or the engine cannot run hooks.
+        SpecError: an item is not a Hook, or the engine cannot run hooks.
     """
     from vllm_scope.engine.functions import check_engine
 
@@ -208,23 +215,24 @@ def register_hooks(
 
 
 def collect_hook_results(self: LLM) -> dict[str, HookResults]:
-    """request id -> a hook's index -> the values that the hook saved, since the last clear."""
+    """Maps request ids to the values that the hooks saved since the results were last cleared."""
     return dict(_of(self).results)
 
 
 def clear_hooks(self: LLM) -> None:
-    """Forget the hooks and their results. Running requests keep their hooks."""
+    """Forget the hooks of all requests, and the results of these hooks. Running requests keep
+    their hooks."""
     _of(self).hooks = []
     clear_hook_results(self)
 
 
 def clear_hook_results(self: LLM) -> None:
-    """Forget the results, and keep the hooks."""
+    """Forget the results of the hooks, and keep the hooks."""
     _of(self).results = {}
 
 
 def prefetch_params(self: LLM, names: Sequence[str]) -> None:
-    """Does nothing: the only worker has all parameters."""
+    """Does nothing, because the only worker has all parameters of the model."""
 
 
 def clear_prefetched(self: LLM) -> None:
@@ -232,7 +240,7 @@ def clear_prefetched(self: LLM) -> None:
 
 
 def attach() -> None:
-    """Give vllm.LLM these methods, if vLLM is installed."""
+    """Add the functions above to vllm.LLM as methods, if vLLM is installed."""
     try:
         from vllm import LLM
     except ImportError:

@@ -1,12 +1,12 @@
-"""vllm-lens over HTTP: `activations` in answers, and GET /v1/activations/{handle}.
+"""vllm-lens's HTTP interface: `activations` in answers, and GET /v1/activations/{handle}.
 
-Owns:  HTTP, the registration of this face with the server.
+Owns:  HTTP (the registration of this face with the server).
 Runs:  in each API server process.
 
 A response has the `activations` of its first choice. If there are several choices (n > 1, or
 several prompts), each choice also has its own `activations`. With `activations_transport:
 "binary"`, the answer has a handle for each tensor, and a file of the server has the tensor's bytes.
-Only the request's API key can fetch this file.
+Only a client with the request's API key can fetch this file.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from vllm_scope.server.faces import FirstReply, HttpFace, Keep, Reply
 if TYPE_CHECKING:
     from vllm import CompletionOutput
 
-#: Under this key, the metadata of a kept file has the dtype and the shape of the file's tensor.
+#: The key in the metadata of a kept file for the dtype and the shape of the file's tensor.
 _DESCRIBED = "activations"
 
 
 class LensReply(FirstReply):
-    """The field `activations`: tensor's name -> the tensor as JSON, or a handle, or an error.
+    """The field `activations`. Maps each tensor's name to the tensor's JSON, a handle or an error.
 
     Args:
-        keep: a function that keeps a tensor as a file; None: tensors are inline.
+        keep: a function that keeps a tensor as a file, or None if the JSON has the tensors.
     """
 
     name = "activations"
@@ -104,11 +104,13 @@ async def get_activation(
 ) -> StreamingResponse:
     """The tensor's numbers, little-endian. The answer with the handle has the dtype and shape.
 
-    Send the Authorization header of the request that made the tensor.
+    Send the same Authorization header as in the request whose answer has the handle.
     """
     opened = await run_in_threadpool(_open, request, handle)
     if opened is None:
-        raise RefusalError(404, "there is no such handle: it was deleted, or has another key.")
+        raise RefusalError(
+            404, "your key has no handle with this id: the handle was deleted, or the id is wrong."
+        )
     state, (file, header) = state_of(request), opened
     body = json.loads(header.metadata[_DESCRIBED])
     headers = {
@@ -123,7 +125,7 @@ async def get_activation(
 
 
 def _open(request: Request, handle: str) -> tuple[BinaryIO, Header] | None:
-    """The file of a kept tensor, positioned at the tensor's bytes; None if the file is missing."""
+    """Open the file of a kept tensor at the tensor's first byte. None if the file is missing."""
     state = state_of(request)
     file = state.store.open(handle, state.owner_of(request))
     if file is None:
@@ -140,7 +142,7 @@ def _open(request: Request, handle: str) -> tuple[BinaryIO, Header] | None:
 
 @_hooks.post("/{rest:path}", include_in_schema=False)
 async def no_hooks(rest: str) -> None:
-    """Python functions are arbitrary code, and this server runs none."""
+    """Refuse every request to /v1/hooks. Python functions are arbitrary code."""
     raise RefusalError(404, NO_HOOKS)
 
 

@@ -1,7 +1,7 @@
-"""vllm-lens's keys of one request as actions, and `output.activations`.
+"""Translates vllm-lens's keys of one request to actions, and makes `output.activations`.
 
 Owns:  `translate`, Activations.
-Runs:  in the front-end, before a request is checked and when its outputs are returned.
+Runs:  in the front-end, before a request is checked and when the request's outputs are returned.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from vllm_scope.results.result import ScopeResult
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput
 
-#: A tensor of `output.activations` -> its site.
+#: Maps each tensor of `output.activations` to the site of its rows.
 _TENSORS = {"residual_stream": SITE, "attn_q": "q", "attn_k": "k"}
 
 
 class Activations(Mapping[str, Any]):
-    """`output.activations`: the requested tensors, which are stacked on access.
+    """`output.activations`, which stacks the rows of a requested tensor at each access.
 
-    residual_stream: CPU, model dtype, [n_layers, n_positions, hidden_size], layers
-    ascending; n_positions is n_prompt + n_generated - 1, or less while the request
-    runs. attn_q, attn_k: likewise, [n_layers, n_positions, heads, head_dim].
-    qk_layers, qk_meta: the layers of attn_q and attn_k, and the options of their kernels.
+    The tensors are on the CPU, in the model's dtype, with the layers in ascending order.
+    residual_stream has the shape [n_layers, n_positions, hidden_size]. n_positions is
+    n_prompt + n_generated - 1, or less while the request runs. attn_q and attn_k have the shape
+    [n_layers, n_positions, heads, head_dim]. qk_layers has the layers of attn_q and attn_k, and
+    qk_meta has the options of the attention kernels of these layers.
 
     Raises:
-        ScopeError: on access, if rows are missing.
+        ScopeError: the caller accesses a tensor, and rows of the tensor are missing.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Activations(Mapping[str, Any]):
                 "The rows that have arrived are in output.outputs[0].scope."
             )
         rows = [self._result[_TENSORS[key], layer] for layer in self._layers[key]]
-        # During a stream, later pipeline stages can have delivered fewer rows.
+        # While a request streams, later pipeline stages can have delivered fewer rows.
         shortest = min(len(each) for each in rows)
         return torch.stack([each[:shortest] for each in rows])
 
@@ -79,7 +80,7 @@ class Activations(Mapping[str, Any]):
 
 
 def translate(values: Mapping[str, object], sites: Sites) -> Translation:
-    """The actions and hooks for vllm-lens's keys in one request.
+    """Translate vllm-lens's keys of one request to actions and hooks.
 
     Raises:
         SpecError: a key has a wrong value, or this engine does not support the key.
@@ -115,7 +116,7 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
 
 
 def _named(read: Read, key: str) -> tuple[Action, dict[str, str]]:
-    """A read for `key`, and the caller's names of its fields, for error texts."""
+    """A Read for `key`, and the names of the Read's fields in error texts."""
     return read, dict.fromkeys(("", ".layers", ".site"), key)
 
 
@@ -127,8 +128,8 @@ def _hooks(asked: object) -> list[Hook]:
         raise SpecError(
             f"apply_hooks is {shown(asked)}; it must be a list of Hook. Their functions are "
             "arbitrary "
-            "code of this process, and do not travel: a server runs none. Use Read, Probe, Add, "
-            "Ablate, Clamp and Replace of vllm_scope there; docs/faces.md has one for each use."
+            "code of this process, and a server runs none. With a server, use Read, Probe, Add, "
+            "Ablate, Clamp and Replace of vllm_scope; docs/faces.md has one for each use."
         )
     return list(asked)
 
@@ -144,7 +145,7 @@ def _run(of_all: Sequence[Hook], own: Sequence[Hook], sites: Sites) -> HookRun |
 
 
 def _check_order(run: HookRun, adds: list[Action]) -> None:
-    """Raises SpecError if a vector would be added after a hook that expects to see the vector."""
+    """Raise SpecError if a hook after a layer would not see a steering vector of this layer."""
     steered = {layer for add in adds if isinstance(add, Add) for layer in add.layer_numbers or ()}
     both = sorted(layer for layer, before in run.places if not before and layer in steered)
     if both:
@@ -169,7 +170,7 @@ def _layers(values: Mapping[str, object], key: str, sites: Sites) -> list[int] |
         return None
     # vLLM turns the booleans in `vllm_xargs` into numbers.
     if isinstance(asked, int) and asked == 1:
-        # All layers of the model. If a layer has no tap, the request is refused.
+        # All layers of the model. The engine refuses the request if it does not tap a layer.
         return list(range(sites.num_layers))
     few(asked, sites.num_layers, "layers", key)
     if not isinstance(asked, list | tuple) or not asked:
@@ -183,7 +184,7 @@ def _layers(values: Mapping[str, object], key: str, sites: Sites) -> list[int] |
 
 
 def _steering(asked: object, sites: Sites) -> list[tuple[Action, dict[str, str]]]:
-    """The Adds of `apply_steering_vectors`, and the caller's names of their fields, for errors."""
+    """The Adds for `apply_steering_vectors`, each with the names of its fields in error texts."""
     key, room = "apply_steering_vectors", Room()
     asked = parsed(asked, key)
     if asked is None:
@@ -199,7 +200,7 @@ def _steering(asked: object, sites: Sites) -> list[tuple[Action, dict[str, str]]
 
 
 def _adds(given: object, where: str) -> list[tuple[Action, dict[str, str]]]:
-    """The Adds of a SteeringVector or of its JSON, and the caller's names of their fields."""
+    """The Adds for a SteeringVector or for its JSON, each with its fields' names in error texts."""
     words = dict.fromkeys((".layers", ".site"), f"{where}.layer_indices")
     words |= {"": where, ".vector": f"{where}.activations", ".tokens": f"{where}.position_indices"}
     with called({"SteeringVector": where} | {f"Add{end}": path for end, path in words.items()}):
@@ -212,7 +213,10 @@ def _adds(given: object, where: str) -> list[tuple[Action, dict[str, str]]]:
 
 
 def _check_size(vector: object, sites: Sites, room: Room, where: str) -> None:
-    """Raise SpecError for a vector that this model cannot use, before the vector is built."""
+    """Raise SpecError for JSON of a SteeringVector that does not fit this model.
+
+    The check reads only the sizes in the JSON. Therefore a wrong size costs little memory.
+    """
     if isinstance(vector, SteeringVector):
         room.take("edits", vector.num_edits, where)
         return
@@ -226,7 +230,7 @@ def _check_size(vector: object, sites: Sites, room: Room, where: str) -> None:
     values, path = vector.get("activations"), f"{where}.activations"
     shape = claimed_shape(values)
     if shape is None or len(shape) not in (2, 3):
-        return  # SteeringVector raises the error
+        return  # the constructor of SteeringVector raises the error
     if shape[-1] != sites.hidden_size:
         raise SpecError(
             f"{path} has {shape[-1]:,} numbers; this model's rows have {sites.hidden_size}."

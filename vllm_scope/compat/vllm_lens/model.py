@@ -1,4 +1,4 @@
-"""The methods of pydantic's models that Hook and SteeringVector have. Imports no torch."""
+"""Methods like those of pydantic's models, for Hook and SteeringVector. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ NO_HOOKS = (
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """Base of dataclasses that check their fields in `__post_init__`."""
+    """The base class of dataclasses that check their fields in `__post_init__`."""
 
     @classmethod
     def model_validate(cls, obj: object) -> Self:
-        """`obj` if it is an instance, or a new instance from `obj`, a mapping of fields.
+        """Return `obj` if it is an instance. Otherwise make an instance from the fields in `obj`.
 
         Raises:
-            SpecError: another type, an unknown or a missing field, or a wrong value.
+            SpecError: `obj` is of another type, or has an unknown, a missing or a wrong field.
         """
         if isinstance(obj, cls):
             return obj
@@ -44,10 +44,10 @@ class Model:
         return cls(**obj)
 
     def model_copy(self, *, update: Mapping[str, object] | None = None, deep: bool = False) -> Self:
-        """A copy with new values for some fields. Unlike in pydantic, the new values are checked.
+        """A copy with new values for some fields. Unlike pydantic, this method checks the values.
 
         Args:
-            deep: copy the values of the other fields too.
+            deep: whether the values of the other fields are copied too.
         """
         held = {field.name: getattr(self, field.name) for field in fields(self)}
         return self.model_validate({**(deepcopy(held) if deep else held), **(update or {})})

@@ -1,4 +1,4 @@
-"""SteeringVector: vectors to add, as actions and as JSON."""
+"""SteeringVector, which has vectors of a request, and translates these to actions and to JSON."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ SITE = "resid_post"
 
 @dataclass(frozen=True, eq=False)
 class SteeringVector(Model):
-    """Vectors to add to the residual stream, at the exit of some layers.
+    """Vectors that a request adds to the residual stream, at the exit of some layers.
 
     Attributes:
-        activations: [num_layers, hidden_size] for every token, or [num_layers, num_positions,
-            hidden_size] for one token per position. An array, lists or JSON of a tensor are
-            accepted too.
+        activations: a tensor of the shape [num_layers, hidden_size] or [num_layers, num_positions,
+            hidden_size]. With the first shape, all tokens get the same vectors. With the second
+            shape, each position has its own vectors. An array, lists or JSON are possible too.
         layer_indices: one layer for each index of the first dimension of `activations`.
         scale: the factor of the vectors.
-        norm_match: add `scale * ||h||` times the vector's direction, where h is the token's row.
-        position_indices: absolute positions without repeats. If `activations` has two dimensions:
-            the tokens that get the vector (None: every token). If it has three dimensions: one
-            position for each index of the second dimension (None: 0 to num_positions - 1).
+        norm_match: whether the vector is first scaled to the length of the token's row.
+        position_indices: absolute positions without repeats. If `activations` has two dimensions,
+            only the tokens at these positions get the vectors, or every token with None. If
+            `activations` has three dimensions, `position_indices` has one position for each index
+            of the second dimension. None then means the positions 0 to num_positions - 1.
 
     Raises:
-        SpecError: shapes and indices do not fit, or a position is negative or comes twice.
+        SpecError: `activations` does not fit the indices, or a position is negative or repeated.
     """
 
     activations: Tensor
@@ -48,7 +49,7 @@ class SteeringVector(Model):
     def __post_init__(self) -> None:
         layers = _numbers(self.layer_indices, "SteeringVector.layer_indices")
         object.__setattr__(self, "layer_indices", layers)
-        # The shape is checked before bytes are decoded and lists become a tensor.
+        # This checks the shape before `_tensor` decodes bytes or makes a tensor from lists.
         shape = claimed_shape(self.activations)
         if shape is None or len(shape) not in (2, 3):
             raise SpecError(
@@ -80,7 +81,7 @@ class SteeringVector(Model):
 
     @property
     def num_edits(self) -> int:
-        """The number of actions: 1, or, for 3-D activations, one for each position."""
+        """The number of actions: one for each position of 3-D activations, otherwise 1."""
         return 1 if self.activations.dim() == 2 else int(self.activations.shape[1])
 
     def to_actions(self) -> list[Action]:
@@ -102,7 +103,7 @@ class SteeringVector(Model):
         ]  # fmt: skip
 
     def model_dump(self, mode: str = "json") -> dict[str, object]:
-        """The vector as JSON, for every `mode`; `SteeringVector.model_validate` reads it."""
+        """The JSON that `SteeringVector.model_validate` reads. `mode` has no effect."""
         body = {name: getattr(self, name) for name in FIELDS}
         return body | {"activations": serialize_tensor(self.activations, compress=False)}
 
@@ -111,9 +112,9 @@ FIELDS = tuple(field.name for field in fields(SteeringVector))
 
 
 def claimed_shape(values: object) -> list[int] | None:
-    """The shape of a tensor, array or lists, or the shape that JSON of a tensor names; else None.
+    """The shape of a tensor, an array or lists, or the shape in a tensor's JSON. Otherwise None.
 
-    In lists, only the first item of each level is read.
+    This function reads only the first item of each list.
     """
     if isinstance(values, Mapping):
         shape = values.get("shape")
@@ -150,7 +151,7 @@ def _tensor(values: object) -> Tensor:
             f"{where} is {shown(values)}; it must be a tensor, an array or lists of numbers."
         )
     tensor = torch.from_numpy(np.ascontiguousarray(found))
-    # Like torch.tensor, which converts a list of floats to float32.
+    # torch.tensor converts a list of floats to float32, and so does this function.
     return (
         tensor.float() if isinstance(values, list | tuple) and found.dtype.kind == "f" else tensor
     )

@@ -1,13 +1,14 @@
-"""Tensors in vllm-lens's JSON, and back.
+"""Writes tensors in vllm-lens's JSON format, and reads tensors in this format.
 
     {"data": base64, "dtype": numpy's, "original_dtype": "torch.bfloat16", "shape": [...],
      "compression": "zstd"}
 
 bfloat16 is sent as int16, because numpy has no bfloat16. `compression` is present if the bytes are
-a zstd frame. A tensor without `data` has a `handle`, whose bytes the client fetches, or an `error`,
-the reason why the tensor is missing. A value that is no tensor is `{"__json__": value}`.
+a zstd frame. A tensor without `data` has a `handle` or an `error`. The client fetches the tensor's
+bytes by the handle. The error is the reason why the tensor is missing. A value that is not a tensor
+is sent as `{"__json__": value}`.
 
-Promise: nothing is unpickled. Sizes are checked before memory is allocated.
+Promise: this code unpickles nothing, and checks sizes before memory is allocated.
 """
 
 from __future__ import annotations
@@ -31,23 +32,24 @@ from vllm_scope.errors import ConfigError, ScopeError, SpecError, shown
 DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
 MAX_DIMENSIONS = 8
 FIELDS = ("data", "dtype", "original_dtype", "shape", "compression")
-#: The largest number of fields of a tensor's JSON. Unknown fields are ignored.
+#: The largest number of fields of a tensor's JSON. This code ignores unknown fields.
 MOST_FIELDS = 16
 #: An untrusted zstd frame of n bytes may have at most SMALL_BYTES + MOST_TIMES * n bytes of data.
 MOST_TIMES, SMALL_BYTES = 64, 1 << 16
 #: The only field of a value that is not a tensor.
 PLAIN = "__json__"
-#: Handle -> the bytes of its tensor.
+#: A function that returns the bytes of a handle's tensor.
 Fetch = Callable[[str], bytes]
-#: Name -> a tensor; qk_layers and qk_meta -> JSON values.
+#: Maps names to tensors. The values of qk_layers and qk_meta are not tensors, but JSON values.
 Decoded = dict[str, Any]
 
 
 def serialize_tensor(tensor: Tensor, compress: bool | None = None) -> dict[str, object]:
-    """A tensor as JSON.
+    """Write a tensor as JSON.
 
     Args:
-        compress: False: do not compress. True or None: compress with zstd if it is installed.
+        compress: with False, the bytes are not compressed. With True or None, zstd compresses the
+            bytes if zstd is installed.
     """
     raw, more = _bits(tensor).numpy().tobytes(), {}
     zstd = None if compress is False else _zstd()
@@ -57,7 +59,7 @@ def serialize_tensor(tensor: Tensor, compress: bool | None = None) -> dict[str, 
 
 
 def serialize_activations(activations: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """`output.activations` as the field `activations` of an answer."""
+    """Write `output.activations` as JSON for the field `activations` of an answer."""
     return {
         name: serialize_tensor(value) if isinstance(value, Tensor) else {PLAIN: value}
         for name, value in activations.items()
@@ -65,7 +67,7 @@ def serialize_activations(activations: Mapping[str, object]) -> dict[str, dict[s
 
 
 def described(tensor: Tensor) -> dict[str, object]:
-    """The dtype (numpy's name, and torch's) and the shape of a tensor."""
+    """The dtype of a tensor, by its names in numpy and in torch, and the shape of the tensor."""
     dtype = str(_bits(tensor).numpy().dtype)
     return {"dtype": dtype, "original_dtype": str(tensor.dtype), "shape": list(tensor.shape)}
 
@@ -86,11 +88,11 @@ def _zstd() -> ModuleType | None:
 def deserialize_tensor(
     body: Mapping[str, object], most_bytes: int | None = None, where: str = "the tensor"
 ) -> Tensor:
-    """The tensor that `serialize_tensor` wrote.
+    """Read the tensor that `serialize_tensor` wrote.
 
     Args:
-        most_bytes: limit of the tensor's bytes, for bodies of untrusted senders; None: no limit.
-        where: the tensor's path, for errors.
+        most_bytes: the limit of the tensor's bytes, for bodies of untrusted senders, or None.
+        where: the tensor's path, for error texts.
 
     Raises:
         SpecError: the body has another form, too many bytes, or sizes that contradict each other.
@@ -117,7 +119,7 @@ def deserialize_tensor(
 def tensor_of(
     raw: bytes, body: Mapping[str, object], most_bytes: int | None = None, where: str = "the tensor"
 ) -> Tensor:
-    """The tensor in `raw`, which `body` describes. Arguments, errors: see `deserialize_tensor`."""
+    """Read the tensor in `raw` that `body` describes. Raises the errors of `deserialize_tensor`."""
     dtype, shape, size = _described(body, most_bytes, where)
     if body.get("compression") == "zstd":
         if most_bytes is not None and size > SMALL_BYTES + MOST_TIMES * len(raw):
@@ -136,7 +138,10 @@ def tensor_of(
 def _described(
     body: Mapping[str, object], most_bytes: int | None, where: str
 ) -> tuple[np.dtype[np.generic], list[int], int]:
-    """Dtype, shape and number of bytes. Raises SpecError if they are wrong or too large."""
+    """The dtype, shape and size in bytes of a tensor's JSON.
+
+    Raises SpecError if the dtype or shape is not allowed, or the size is above `most_bytes`.
+    """
     name, shape = body.get("dtype"), body.get("shape")
     if not isinstance(name, str) or name not in DTYPES or not is_shape(shape):
         raise SpecError(
@@ -168,7 +173,7 @@ def _unzipped(raw: bytes, size: int, where: str) -> bytes:
             "pip install 'vllm-scope[files]'."
         )
     try:
-        # Read one byte more than expected, to notice a longer frame.
+        # Read up to one byte more than expected, to notice a frame with too many bytes.
         found = zstd.ZstdDecompressor().decompress(raw, size + 1)
     except zstd.ZstdError as error:
         raise SpecError(f"{where} is not zstd: {error}.") from None
@@ -177,14 +182,15 @@ def _unzipped(raw: bytes, size: int, where: str) -> bytes:
 
 
 def decode_activations(body: Mapping[str, object], *, fetch_bytes: Fetch | None = None) -> Decoded:
-    """The activations of an answer or of one of its choices; {} if nothing was captured.
+    """Read the activations of an answer or of a choice; {} if nothing was captured.
 
     Args:
-        body: JSON with the field `activations`.
-        fetch_bytes: returns the bytes of a handle, by GET /v1/activations/{handle}.
+        body: the JSON of the answer or of the choice, with the field `activations`.
+        fetch_bytes: a function that gets a handle's bytes from GET /v1/activations/{handle}.
 
     Raises:
-        ScopeError: the server could not deliver a tensor, or needs `fetch_bytes` for a handle.
+        ScopeError: the server could not deliver a tensor, or a tensor has a handle and
+            `fetch_bytes` is None.
     """
     found: Decoded = {}
     entries = msgspec.convert(body.get("activations") or {}, dict[str, dict[str, object]])

@@ -1,11 +1,11 @@
-"""In vLLM's EngineCore: what requests mean, when they run, and which KV they share.
+"""The code that runs in vLLM's EngineCore: it resolves requests, and handles their KV and outputs.
 
-entry.py      what a new request means, and the keys of its edited KV blocks
-entered.py    EngineCore's data of a request that reads, probes or edits
-scheduler.py  when such a request starts, which cached KV it uses, how it ends
+entry.py      resolves a new request, and makes the keys of its edited KV blocks
+entered.py    EngineCore's data about a request that reads, probes or edits
+scheduler.py  decides when a request starts, and which cached KV the request uses
 scores.py     scores that the workers store for KV blocks
-verdicts.py   scores that stop a request, begin its next stage, or change its scales
-outputs.py    the workers' reports in a step's output, and joined answers of variants
-variants.py   one request that stands for several requests with different edits
+verdicts.py   lets scores stop a request, begin its next stage, or change its scales
+outputs.py    handles a step's output: the workers' reports, and the answers of variants
+variants.py   makes several requests with different edits from one request
 clearing.py   KV blocks that must be zeroed before a request uses them again
 """

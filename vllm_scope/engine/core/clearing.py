@@ -1,13 +1,14 @@
 """Zeroes KV blocks that can hold NaN after a faulty edit, before a request uses them again.
 
-Owns:  the set of these blocks (unfit blocks), in EngineCore, and their zeroing, in the worker.
+Owns:  in EngineCore, the set of the KV blocks that can hold NaN (unfit blocks); in the worker, the
+       code that zeroes these blocks.
 From:  engine.worker.faults (a failed request), the scheduler (freed blocks).
 
-Some attention kernels, such as vLLM's CPU kernel, read the whole block that holds a token. A NaN in
-the block then makes the token's result NaN, because 0 * NaN is NaN. Therefore the worker zeroes a
-faulty request's blocks after another request gets the blocks, before the next forward.
-EngineCore sees a fault only at the end of a step. If an edited request ends or is preempted
-during a step, the blocks that the step writes count as unfit.
+Some attention kernels, such as vLLM's CPU kernel, read the whole block that holds a token. If the
+block contains NaN, the token's result is then also NaN, because 0 * NaN is NaN. If another request
+gets the blocks of a faulty request, the worker therefore zeroes these blocks before the next
+forward. EngineCore gets the report of a fault only after a step has ended. Therefore, if an edited
+request ends or is preempted during a step, the blocks that the step writes count as unfit.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ T = TypeVar("T")
 
 
 class _Unfit:
-    """Ids of blocks that can hold NaN. `free` blocks belong to no request. `due` blocks belong to a
-    new request, and the workers must zero the `due` blocks."""
+    """Ids of KV blocks that can hold NaN. The blocks in `free` belong to no request. The blocks in
+    `due` belong to a new request, and the workers must zero these blocks."""
 
     def __init__(self) -> None:
         self.free: set[int] = set()
         self.due: set[int] = set()
 
 
-#: vLLM's BlockPool -> its unfit blocks.
+#: Maps vLLM's BlockPool to the unfit blocks of this pool.
 _unfit: Beside[_Unfit] = Beside()
 
 
 def first_edited(request: object) -> int | None:
-    """The first position whose KV depends on the request's edits; None without edits."""
+    """The first position whose KV depends on the request's edits; None if there are no edits."""
     known = entered(request)
     return None if known is None else known.first_edited
 
@@ -59,14 +60,15 @@ def _blocks_from(scheduler: Scheduler, request: Request, first: int) -> set[int]
 
 
 def _withdraw(scheduler: Scheduler, block_ids: set[int]) -> None:
-    """Remove blocks from the prefix cache. The workers zero these blocks before their next use."""
+    """Remove blocks from the prefix cache, and let the workers zero the blocks before the next
+    use."""
     scheduler.kv_cache_manager.evict_blocks(block_ids)
     pool = scheduler.kv_cache_manager.block_pool
     (_unfit.of(pool) or _unfit.put(pool, _Unfit())).free.update(block_ids)
 
 
 def withdraw(scheduler: Scheduler, request: Request) -> set[str]:
-    """Withdraw the edited KV of a faulty request.
+    """Remove the edited KV of a faulty request from the prefix cache.
 
     Returns:
         The ids of other requests with the same edits that share some of this KV.
@@ -86,8 +88,8 @@ def withdraw(scheduler: Scheduler, request: Request) -> set[str]:
 
 
 def _free_blocks(original: Callable[..., T], self: Scheduler, request: Request) -> T:
-    """Scheduler._free_request_blocks, at the end or preemption of a request. If the request has
-    edits, withdraw the blocks with edited KV that running steps write."""
+    """Scheduler._free_request_blocks, which vLLM calls when a request ends or is preempted. Removes
+    from the prefix cache the blocks with edited KV that running steps write."""
     first = first_edited(request)
     if first is not None and request.num_in_flight_tokens:
         written = max(request.num_computed_tokens - request.num_in_flight_tokens, 0)
@@ -98,7 +100,7 @@ def _free_blocks(original: Callable[..., T], self: Scheduler, request: Request) 
 def _new_blocks(
     original: Callable[..., list[KVCacheBlock]], self: object, num_blocks: int
 ) -> list[KVCacheBlock]:
-    """BlockPool.get_new_blocks. Stores for `due` the unfit blocks among the new blocks."""
+    """BlockPool.get_new_blocks. Unfit blocks among the new blocks move from `free` to `due`."""
     blocks = original(self, num_blocks)
     unfit = _unfit.of(self)
     if unfit is not None and unfit.free:
@@ -109,14 +111,14 @@ def _new_blocks(
 
 
 def is_due(scheduler: Scheduler) -> bool:
-    """True if some unfit blocks are not zeroed yet. `due` can then return blocks after the next
-    call of Scheduler.schedule."""
+    """True if some unfit blocks are not zeroed yet. In this case, `due` can return blocks after the
+    next call of Scheduler.schedule."""
     unfit = _unfit.of(scheduler.kv_cache_manager.block_pool)
     return unfit is not None and bool(unfit.free or unfit.due)
 
 
 def due(scheduler: Scheduler) -> list[int]:
-    """The blocks that workers must zero before the step that the scheduler has just made."""
+    """The ids of the blocks that the workers must zero before the step that was just scheduled."""
     unfit = _unfit.of(scheduler.kv_cache_manager.block_pool)
     if unfit is None or not unfit.due:
         return []
@@ -125,10 +127,10 @@ def due(scheduler: Scheduler) -> list[int]:
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Zero the null block now. Otherwise a kernel would be compiled during a step.
+    """Zero the null block now, so that the kernel for this is not compiled later, during a step.
 
     Raises:
-        CompatError: single blocks of this KV cache cannot be zeroed.
+        CompatError: this package cannot zero single blocks of this KV cache.
     """
     try:
         zero(runner, [0])
@@ -145,8 +147,8 @@ def zero(runner: ModelRunner, block_ids: list[int]) -> None:
         for cache in _caches_of(runner):
             cache[block_ids] = 0
         return
-    # If vLLM itself zeroes blocks, the runner already has a zeroer. The zeroer's attribute is
-    # kv_block_zeroer in Model Runner V2, and _kv_block_zeroer in V1.
+    # If vLLM itself zeroes KV blocks, the model runner already has an object that does this, in the
+    # attribute kv_block_zeroer of Model Runner V2 or _kv_block_zeroer of V1.
     zeroer = getattr(runner, "kv_block_zeroer", None) or getattr(runner, "_kv_block_zeroer", None)
     if zeroer is None:
         runner._init_kv_zero_meta()
@@ -155,13 +157,14 @@ def zero(runner: ModelRunner, block_ids: list[int]) -> None:
     if runner.vllm_config.kv_transfer_config is not None:
         import torch
 
-        # A connector can fill a block on another CUDA stream. The zeros must be written earlier.
+        # A KV connector can fill a block on another CUDA stream. The zeros must be written before
+        # the connector fills the block.
         torch.cuda.current_stream().synchronize()
 
 
 def _caches_of(runner: ModelRunner) -> list[Tensor]:
-    """The KV caches of the attention layers, [num_blocks, ...] each. If layers share a cache, the
-    list has the cache one time."""
+    """The KV caches of the attention layers, [num_blocks, ...] each. If several layers share one KV
+    cache, the list contains this cache only once."""
     import torch
 
     layers = runner.vllm_config.compilation_config.static_forward_context.values()

@@ -1,7 +1,8 @@
-"""EngineCore's data of requests that read, probe or edit.
+"""EngineCore's data about requests that read, probe or edit.
 
 Owns:  Entered, and the tables that hold the Entered of each request.
-Runs:  in EngineCore. The input thread writes. The input thread and the scheduler's thread read.
+Runs:  in EngineCore. The input thread writes the tables. The input thread and the scheduler's
+       thread read the tables.
 From:  entry.   To: scheduler, clearing, engine.worker.faults.
 """
 
@@ -21,20 +22,21 @@ from vllm_scope.request.ticket import Recipient
 
 
 class Entered(Struct, frozen=True):
-    """EngineCore's data of one request, fixed when the request enters.
+    """EngineCore's data about one request. The data does not change after the request has entered.
 
     Attributes:
         asked: the request's actions, the server's edits and the reads of global sinks.
         recipient: None if the request has no spec of its own.
-        first_read: the first position that delivers a row or score; None without such a position.
-        first_edited: the first position whose KV depends on edits; None without edits.
-        keys: the keys of the request's KV blocks; None without edits.
+        first_read: the first position whose row can be needed (by a read, a probe or Moments); None
+            without such a position.
+        first_edited: the first position whose KV depends on edits; None if there are no edits.
+        keys: the keys of the request's KV blocks; None if the request has no edits.
         held: the request's programs in the workers' tables; None if the request only reads.
-        columns, unchecked: as in core.news.Entrant.
+        columns, unchecked: the attributes of core.news.Entrant with the same names.
         logged: the number of places that the request needs in the log of states.
-        reserve: the places in the workers' tables that a policy's changes of scales can need, and
-            the rows of the request's lenses.
-        sums: the room for the request's sums; None without Moments.
+        reserve: the places in the workers' tables that the request can need when its policy changes
+            scales, and the number of rows of the request's lenses.
+        sums: the object that reserves room for the request's sums; None if there are no Moments.
     """
 
     asked: Resolved
@@ -55,12 +57,12 @@ class Entered(Struct, frozen=True):
         return any(to != MEMORY for to in self.asked.destinations)
 
 
-#: vLLM's Request -> its Entered.
+#: Maps vLLM's Request to the request's Entered.
 _entered: Beside[Entered] = Beside()
-#: vLLM's Request with edits -> the keys of its blocks.
+#: Maps vLLM's Request, if the request has edits, to the keys of the request's KV blocks.
 _keys: Beside[BlockKeys] = Beside()
-#: Request id -> the keys of the request's blocks, while vLLM makes its Request. vLLM hashes the
-#: blocks before `_keys` has the Request.
+#: Maps a request id to the keys of the request's KV blocks, while vLLM makes its Request object.
+#: vLLM already hashes the blocks before `_keys` has an entry for the Request.
 entering: dict[str, BlockKeys] = {}
 
 
@@ -75,8 +77,8 @@ def any_entered() -> bool:
 
 
 def keys_of(request: Request) -> BlockKeys | None:
-    """The keys of a request's KV blocks; None without edits. Runs for each block that vLLM
-    hashes."""
+    """The keys of a request's KV blocks; None if the request has no edits. This function runs for
+    each block that vLLM hashes."""
     if not (entering or _keys):
         return None
     return _keys.of(request) or entering.get(request.request_id)

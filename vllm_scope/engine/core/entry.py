@@ -1,13 +1,13 @@
-"""EngineCore: what a new request means, and the keys of its KV blocks.
+"""Resolves new requests in EngineCore, and makes the keys of their KV blocks.
 
-Owns:  the resolution of module names and server-wide edits for a new request; the programs of the
-       request; the keys of edited KV blocks; the remote calls about modules and server-wide
-       edits.
-Runs:  in EngineCore: when a request enters (input thread), and when vLLM hashes its blocks.
-From:  request.ticket, from the front-end.   To: entered, scheduler.
+Owns:  the code that resolves the names of steering modules and adds server-wide edits for a new
+       request; the programs of the request; the keys of edited KV blocks; the remote calls about
+       steering modules and server-wide edits.
+Runs:  in EngineCore, when a request enters (input thread), and when vLLM hashes its KV blocks.
+From:  request.ticket (the tickets that front-ends send).   To: entered, scheduler.
 
-From the first edited block on, the keys of a request's KV depend on the edits, and on the tokens to
-which the edits apply.
+From the first edited KV block on, the keys of a request's KV blocks depend on the edits, and on the
+tokens to which the edits apply.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from vllm_scope.vectors import load_vectors
 T = TypeVar("T")
 
 
-#: (the programs that a request holds, the columns of all its programs, the places that the request
-#: can need later)
+#: The programs that a request holds, the columns of all programs of the request, and the places in
+#: the workers' tables that the request can need later.
 _HeldBy = tuple[Held | None, tuple[bytes, ...], Cost]
 
 
 class CoreScope:
-    """The registry, and the preparation of new requests."""
+    """Holds the registry, and prepares new requests."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         config = config_of(vllm_config)
@@ -75,8 +75,8 @@ class CoreScope:
         self.everywhere = global_reads(config, self.sites)
         self.policies = config.policy_configs()
         self.most = capacity(self.sites.vector_size, config.vectors_mib)
-        #: Widths of rows, for table rows that EngineCore makes and a worker in this process
-        #: uploads. None if workers run in other processes.
+        #: The widths of rows, with which EngineCore makes entries of the device tables for a worker
+        #: in this process. None if the workers run in other processes.
         self.widths: Widths | None = None
         if worker_is_here(vllm_config):
             itemsize = vllm_config.model_config.dtype.itemsize
@@ -84,25 +84,26 @@ class CoreScope:
 
     def learn(self, replies: Iterable[Described]) -> None:
         """Store the layers before which the model changes the stream. The workers found these
-        layers at load. The workers reply before the first request with a ticket enters."""
+        layers when the model was loaded. The workers reply before the first ticket arrives."""
         moved = tuple(sorted({layer for each in replies for layer in each["sites"]["moved"]}))
         if moved != self.sites.moved:
             self.sites = replace(self.sites, moved=moved)
             self.registry.know(self.sites)
 
     def enter(self, request: EngineCoreRequest, ticket: Ticket | None) -> Entered | None:
-        """The Entered of a new request, with the current modules and server-wide edits.
+        """The Entered of a new request, with the current steering modules and server-wide edits.
 
         Args:
             request: vLLM's EngineCoreRequest.
-            ticket: the request's ticket; None without a ticket.
+            ticket: the request's ticket; None if the request has no ticket.
 
         Returns:
             None if no action reads, probes or edits the request's tokens.
 
         Raises:
-            ScopeError: modules or server-wide edits have changed after the front-end accepted
-                the request. vLLM ends the request with an error.
+            ScopeError: the request is not valid with the current steering modules and server-wide
+                edits, which have changed after the front-end accepted the request. vLLM ends the
+                request with an error.
         """
         params = request.sampling_params
         if params is None:  # a pooling request
@@ -125,7 +126,7 @@ class CoreScope:
         firsts += [] if ticket is None else [ticket.first_position]
         unchecked = _unchecked(asked, asked is not own, ticket)
         if self.widths is None:
-            packed_of(asked)  # pack now, not later on the scheduler's thread
+            packed_of(asked)  # packed now, so that the scheduler's thread need not do it
         elif asked is own and ticket is not None and not ticket.modules:
             know_digest(asked, ticket.spec.digest)
         nonce = secrets.token_bytes(16) if asked.scaled else b""
@@ -144,8 +145,8 @@ class CoreScope:
         )  # fmt: skip
 
     def _held_of(self, asked: Resolved, ids: Ids, max_tokens: int, unchecked: bool) -> _HeldBy:
-        """As `_held_by`. If a spec is uniform (Resolved.uniform), all requests of the spec share
-        one result."""
+        """The same result as `_held_by`. If a spec is uniform (Resolved.uniform), all requests with
+        this spec share one result."""
         if not asked.uniform or not len(ids):
             return self._held_by(asked, ids, max_tokens, unchecked)
         known: dict[tuple[bool, Cost], _HeldBy] = asked.__dict__.setdefault("_held", {})
@@ -155,9 +156,9 @@ class CoreScope:
         return known[key]
 
     def _held_by(self, asked: Resolved, ids: Ids, max_tokens: int, unchecked: bool) -> _HeldBy:
-        """(the programs that a request with vectors holds, the columns of all its programs, the
-        places that its policy can need later). If the workers do not need a part, the part is None
-        or empty."""
+        """Returns three values: the programs that a request with vectors holds, the columns of all
+        programs of the request, and the places that the request's policy can need later. If the
+        workers do not need one of these values, the value is None or empty."""
         vectors = bool(asked.edits or asked.banked)
         if not (vectors or unchecked):
             return None, (), Cost()
@@ -179,18 +180,18 @@ class CoreScope:
                 "server's edits are removed."
             )
         if self.widths is not None and not held.few:
-            held.rows(self.widths)  # compute now, not on the thread that launches the model
+            held.rows(self.widths)  # computed now, to save time on the scheduler's thread
         return held, columns, reserve
 
     def check_edits(self, text: str | None) -> None:
-        """Raises SpecError if this engine cannot apply these server-wide edits, or if its tables
-        lack room for the edits."""
+        """Raises SpecError if this engine cannot apply these server-wide edits, or if the engine's
+        tables do not have enough room for the edits."""
         if text is None:
             return
         self._check_connector()
         asked = Resolved(edits=self.registry.parse_edits(text))
         check_stages(asked, self.num_stages)
-        # One prompt token and some generated tokens are enough for the count: server-wide edits
+        # One prompt token and some generated tokens give the right count, because server-wide edits
         # apply to all prompt tokens, to all generated tokens, or to all tokens (registry.TIERS).
         program = RequestProgram.compile(
             asked, self.sites, frozenset(self.sites.boundaries), 1, [0]
@@ -204,7 +205,7 @@ class CoreScope:
             )
 
     def _check_connector(self) -> None:
-        """Raises SpecError if a KV connector can mix edited KV with plain KV."""
+        """Raises SpecError if the KV connector can mix edited KV with the KV of other requests."""
         if self.connector is not None:
             raise SpecError(
                 f"this engine shares KV through {shown(self.connector)}, which can mix the KV of "
@@ -214,12 +215,12 @@ class CoreScope:
 
 
 def _first(selectors: set[Selector], ids: Ids) -> int | None:
-    """The first position that any of the selectors can select; None without selectors."""
+    """The first position that any of the selectors can select; None if there are no selectors."""
     return min((one.first_position(len(ids), ids) for one in selectors), default=None)
 
 
 def _unchecked(asked: Resolved, more: bool, ticket: Ticket | None) -> bool:
-    """True if the request can deliver more than its front-end has checked."""
+    """True if the request can deliver more rows than its front-end has checked."""
     changed = more or (ticket is not None and bool(ticket.modules))
     encoded = any(read.encoding is not None for read in asked.reads)
     return bool(asked.taking) and (changed or encoded)
@@ -228,7 +229,7 @@ def _unchecked(asked: Resolved, more: bool, ticket: Ticket | None) -> bool:
 # Requests in
 
 _scopes: Beside[CoreScope] = Beside()
-#: vLLM's EngineCore -> True if global sinks read every request.
+#: Maps vLLM's EngineCore to True if the configuration has global sinks, which read every request.
 _reads_all: Beside[bool] = Beside()
 _making = threading.Lock()
 
@@ -238,7 +239,8 @@ def _preprocess(
 ) -> tuple[T, int]:
     if not _concerns(self, request):
         return original(self, request)
-    # The workers need no ticket, because the news (core.news) has the data for the workers.
+    # The workers do not need the ticket, because the step's news (core.news) contains the data that
+    # the workers need.
     ticket = ticket_of(request.sampling_params)
     request.sampling_params = without_ticket(request.sampling_params)
     if ticket is None or not ticket.variants:
@@ -257,7 +259,8 @@ def _entered_as(
     original: Callable[..., tuple[T, int]], self: EngineCore, request: EngineCoreRequest,
     ticket: Ticket | None,
 ) -> tuple[T, int]:  # fmt: skip
-    """Make vLLM's Request, and store its Entered. The ticket was removed from `request` before."""
+    """Make vLLM's Request, and store the request's Entered. The caller has already removed the
+    ticket from `request`."""
     found = _scope_of(self).enter(request, ticket)
     if found is None:
         return original(self, request)
@@ -265,8 +268,8 @@ def _entered_as(
         entering[request.request_id] = found.keys
     try:
         made = original(self, request)
-        # Room for sums is reserved last, because a refused request must not reserve room. Only a
-        # drop of sums frees this room.
+        # This code reserves room for sums last, because a request that is refused must not reserve
+        # room. The room becomes free only when a user drops the sums.
         if found.sums is not None:
             found.sums.enter(found.asked.moments)
         keep(made[0], found)
@@ -276,7 +279,7 @@ def _entered_as(
 
 
 def _concerns(engine: EngineCore, request: EngineCoreRequest) -> bool:
-    """False if a request surely has no taps. EngineCore then needs no CoreScope for the request."""
+    """False only if a request certainly has no taps, and therefore needs no CoreScope."""
     if _scopes.of(engine) is not None or has_ticket(request.sampling_params):
         return True
     known = _reads_all.of(engine)
@@ -308,7 +311,7 @@ def _extra_keys(
 
 # Remote calls
 
-#: Sends a remote call, given by name, to every worker, and returns the workers' answers.
+#: Sends the remote call with a given name to every worker, and returns the workers' answers.
 Ask = Callable[[str], list[Described]]
 
 
@@ -328,7 +331,7 @@ def _set_edits(engine: EngineCore, ask: Ask, text: str | None) -> str | None:
 
 def _tapped(ask: Ask) -> list[Described]:
     """The workers' answers to `scope_describe`. Raises SpecError if the model has no taps, because
-    modules and edits would then have no effect."""
+    steering modules and edits have no effect on a model without taps."""
     found = ask("scope_describe")
     reason = next((each["reason"] for each in found if each["reason"]), None)
     if reason is not None:
@@ -336,8 +339,8 @@ def _tapped(ask: Ask) -> list[Described]:
     return found
 
 
-#: Name of a remote call -> the function that answers the call in EngineCore. Workers do not have
-#: the names of modules.
+#: Maps the name of a remote call to the function that answers the call in EngineCore. Workers
+#: cannot answer these calls, because workers do not have the names of steering modules.
 _ANSWERS: dict[str, Callable[..., object]] = {
     "scope_register": _register,
     "scope_unregister": lambda engine, ask, name: _scope_of(engine).registry.unregister(name),
@@ -346,7 +349,7 @@ _ANSWERS: dict[str, Callable[..., object]] = {
     "scope_get_edits": lambda engine, ask: _scope_of(engine).registry.server_text,
     "scope_hold": lambda engine, ask, *args: _scope_of(engine).registry.hold(*args),
 }
-#: Remote calls whose answers get the modules from EngineCore.
+#: The remote calls to whose answers EngineCore adds the steering modules.
 _WITH_MODULES = ("scope_connect", "scope_describe")
 
 
@@ -358,7 +361,7 @@ def _collective_rpc(
     args: tuple[object, ...] = (),
     kwargs: dict[str, object] | None = None,
 ) -> list[Any]:
-    """EngineCore.collective_rpc. EngineCore itself answers the calls in _ANSWERS."""
+    """EngineCore.collective_rpc. EngineCore itself answers the remote calls in _ANSWERS."""
     if method in _ANSWERS:
 
         def ask(name: str) -> list[Described]:

@@ -1,10 +1,11 @@
-"""Handles the scheduler's step outputs: reports of workers, and joined answers of variants.
+"""Handles the outputs of each step in the scheduler: applies the workers' reports, and joins the
+answers of variants.
 
-Owns:  the seam on Scheduler.update_from_output.
+Owns:  the wrapper of Scheduler.update_from_output.
 Runs:  in EngineCore, on the scheduler's thread.
-From:  engine.worker.faults, verdicts, variants, whose functions handle an output.
+From:  engine.worker.faults, verdicts, variants (the functions that handle an output).
 
-Promise: if a step has only requests without taps, the seam makes three checks and nothing more.
+Promise: if a step has only requests without taps, the wrapper only makes three checks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def _update(
         return original(self, scheduler_output, model_runner_output)
     faulty = partial(end_faulty, original)
     judged = partial(stop_judged, faulty)
-    # `take_variants` is the outermost wrapper, because it needs the outputs of the other wrappers.
+    # `take_variants` is the outermost wrapper, because `take_variants` needs the outputs that the
+    # other wrappers return.
     return take_variants(judged, self, scheduler_output, model_runner_output)
 
 

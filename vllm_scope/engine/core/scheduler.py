@@ -1,13 +1,14 @@
-"""Requests with taps in the scheduler: when they start, which cached KV they use, how they end.
+"""Controls requests with taps in the scheduler: their start, their use of cached KV, and their end.
 
-Owns:  the wait for room in the workers' tables (core.admission), the cap on prefix-cache hits of a
-       reading request, and the news for the workers in each step (core.news).
+Owns:  the code that lets requests wait for room in the workers' tables (core.admission), limits the
+       cached KV that a reading request uses, and makes the news for the workers (core.news).
 Runs:  in EngineCore, on the scheduler's thread.
-From:  entered (the meaning of a request).   To: engine.worker.attach (the news).
+From:  entered (EngineCore's data about requests).   To: engine.worker.attach (the news).
 
-If a token's KV comes from the cache, the model does not compute the token, and there are no rows.
-Therefore a request that reads from position p on uses cached KV only for positions below p. The KV
-that the request computes enters the cache as usual. Requests without taps can use this KV.
+If a token's KV comes from the prefix cache, the model does not compute the token, and the taps
+write no rows of the token. Therefore a request that reads from position p on uses cached KV only
+for positions below p. The KV that a reading request computes enters the prefix cache as usual.
+Requests without taps can use this KV.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ T = TypeVar("T")
 
 @dataclass
 class _State:
-    """This file's data of one scheduler of vLLM.
+    """This module's data about one scheduler of vLLM.
 
     Attributes:
-        told: the data that the workers hold.
-        admission: None before the first request with programs.
-        ended: id of an ended request with sinks -> its accepted tokens. An entry stays until a
-            step's news contains the entry.
+        told: the record of the data that the workers hold.
+        admission: the scheduler's Admission; None before the first request with programs.
+        ended: maps the id of an ended request with sinks to the request's accepted tokens. An entry
+            stays in this mapping until a step's news contains the entry.
         summing: ids of running requests with Moments.
-        accepted: id of an ended request with Moments -> its number of tokens. An entry stays as in
-            `ended`.
+        accepted: maps the id of an ended request with Moments to the request's number of tokens. An
+            entry stays in this mapping until a step's news contains the entry.
     """
 
     told: Told
@@ -88,7 +89,7 @@ def admission_of(scheduler: object) -> Admission[Request] | None:
 
 
 def _log_of(scheduler: object, request_id: str, asked: LogRange) -> LogRange:
-    """The request's range of the log of states."""
+    """The request's range of places in the log of states."""
     admission = admission_of(scheduler)
     if admission is None or not asked.size:
         return asked
@@ -107,8 +108,8 @@ def _new_admission(scheduler: Scheduler) -> Admission[Request]:
 
 
 def _held_by(request: object) -> tuple[Held | None, int, Cost]:
-    """(the request's programs in the workers' tables or None, the request's number of places in the
-    log of states, the places that the request can need later)"""
+    """Returns the request's programs in the workers' tables or None, the number of places that it
+    needs in the log of states, and the places that it can need later."""
     found = entered(request)
     if found is None:
         return None, 0, Cost()
@@ -132,13 +133,13 @@ def _add_to_scheduler(original: Callable[..., object], self: Scheduler, request:
             admission = _new_admission(self)
         if admission is not None and not admission.enter(request, *held):
             return
-    # A piece of streamed input joins its session: the earlier request with the same id. The
-    # session's reads and edits apply to the piece too.
+    # vLLM adds a piece of streamed input to the earlier request with the same id. The reads and
+    # edits of the earlier request apply to the piece too.
     original(self, request)
 
 
 def _let_in(self: Scheduler, admission: Admission[Request]) -> None:
-    """Move waiting requests to the scheduler in order, as long as there is room."""
+    """Move waiting requests to the scheduler in order, while the workers' tables have room."""
     for line in admission.lines:
         while line:
             held, num_logged, reserve = _held_by(line[0])
@@ -174,7 +175,7 @@ def _finish(
     status: object,
 ) -> list[Request]:
     """Scheduler.finish_requests. Requests that wait for room first move to the scheduler's queue,
-    because the scheduler can end only requests in its queue."""
+    because the scheduler can end only the requests that it has."""
     request_ids = with_variants(self, request_ids)
     admission = admission_of(self)
     if admission is None or not admission.waiting:
@@ -190,7 +191,8 @@ def _finish(
 
 
 def _as_known(scheduler: Scheduler, ended: list[Request], status: object) -> list[Request]:
-    """The ended requests. If requests were aborted, `aborted` replaces their variants."""
+    """The ended requests. If the requests were aborted, `aborted` replaces variants by the requests
+    that stand for them."""
     from vllm.v1.request import RequestStatus
 
     return aborted(scheduler, ended) if status == RequestStatus.FINISHED_ABORTED else ended
@@ -218,7 +220,8 @@ def _schedule(
         known = entered(request)
         if known is not None:
             if known.sums is not None:
-                # A user can have dropped the sums after the request entered.
+                # The room is reserved again, because a user can have dropped the sums after the
+                # request entered.
                 known.sums.enter_again(known.asked.moments)
                 _state_of(self).summing.add(new.req_id)
             number = _state_of(self).told.number_of(known.asked, news)
@@ -229,7 +232,7 @@ def _schedule(
             )  # fmt: skip
             if known.held is not None:
                 news.held[new.req_id] = known.held
-    # In Model Runner V2, the new requests include the resumed requests.
+    # In Model Runner V2, the scheduler's list of new requests also contains the resumed requests.
     for req_id in (*output.scheduled_cached_reqs.resumed_req_ids, *news.entrants):
         known = entered(self.requests[req_id])
         if known is not None and known.asked.num_states:
@@ -249,7 +252,7 @@ def _schedule(
 
 
 def _is_quiet(scheduler: Scheduler) -> bool:
-    """True if no request has taps and there is no news for the workers."""
+    """True if no request has taps, and the workers need no news of earlier requests."""
     if any_entered():
         return False
     state, index = _states.of(scheduler), index_of(scheduler.kv_cache_manager)
@@ -277,12 +280,12 @@ def _bounded(scheduler: Scheduler) -> Iterator[None]:
 
 
 def news_in(scheduler_output: object) -> StepNews | None:
-    """The news of a step; None without news."""
+    """The news of a step; None if the step has no news."""
     found = getattr(scheduler_output, "scope_news", None)
     return found if isinstance(found, StepNews) else None
 
 
-# KV of other requests
+# Use of the KV of other requests
 
 
 def _capped(
@@ -292,11 +295,12 @@ def _capped(
     *args: int | None,
     **kwargs: int | None,
 ) -> T:
-    """KVCacheManager.get_computed_blocks, and the same method for KV connectors. Cache hits end
-    below the first position that the request reads.
+    """KVCacheManager.get_computed_blocks, and the same method for KV connectors. The prefix cache
+    is used only for positions below the first position that the request reads.
 
     Args:
-        args, kwargs: `max_cache_hit_length`, vLLM's own cap, from vLLM 0.33 on; empty before 0.33.
+        args, kwargs: from vLLM 0.33 on, vLLM's own cap `max_cache_hit_length`; empty in earlier
+            versions of vLLM.
     """
     known = entered(request)
     if known is None or known.first_read is None:
@@ -304,8 +308,9 @@ def _capped(
     first, index, probes = known.first_read, index_of(self), known.asked.scores_alone
     if index is not None and probes is not None:
         count = index.num_known(request.block_hashes, probes)
-        # A preempted request already has the scores of the blocks that the request had filled. The
-        # cache gives no scores of later blocks. Therefore the request must compute these blocks.
+        # A preempted request already has the scores of the KV blocks that the request had filled.
+        # The request does not get stored scores of later blocks. Therefore the request must compute
+        # these later blocks.
         told = index.num_told(request.request_id)
         first = max(first, min(count, count if told is None else told) * index.block_size)
     if _takes_cap(original):
@@ -323,12 +328,12 @@ def _takes_cap(original: Callable[..., object]) -> bool:
 
 @contextmanager
 def _lookups_end(coordinator: object, first: int) -> Iterator[None]:
-    """Cap the hits of a KV-cache coordinator in the `with` block. The methods are replaced on the
-    instance, because vLLM tests the coordinator's class.
+    """In the `with` block, a KV-cache coordinator finds cached KV only below position `first`. The
+    methods are replaced on the object and not on its class, because vLLM tests the class.
     vllm 0.32, v1/core/kv_cache_manager.py, get_computed_blocks_for_connector"""
     names = ("find_longest_cache_hit", "find_longest_cache_hit_per_group")
-    # The lookup for connectors can call the plain lookup for the same request. If the outer call
-    # has already set the cap, the inner call must not set the cap again.
+    # vLLM's lookup for KV connectors can call the lookup without connectors for the same request.
+    # If the outer call has already set the cap, the inner call must not set the cap again.
     nested = any(name in coordinator.__dict__ for name in names)
     here = [name for name in names if hasattr(coordinator, name) and not nested]
     lookups = {name: getattr(coordinator, name) for name in here}
@@ -342,8 +347,9 @@ def _lookups_end(coordinator: object, first: int) -> Iterator[None]:
 
 
 def _take_nothing_from(connector: KVConnector) -> None:
-    """Make requests with taps use no KV from a KV connector. If a token's KV came from a connector,
-    the model would not compute the token. The KV could be of a failed request with equal edits."""
+    """Make sure that requests with taps use no KV from a KV connector. If a token's KV came from a
+    connector, the model would not compute the token. Such KV could also come from a failed request
+    with equal edits."""
     if "get_num_new_matched_tokens" not in connector.__dict__:
         lookup = connector.get_num_new_matched_tokens
         connector.get_num_new_matched_tokens = partial(_lookup_outside, lookup)
@@ -355,7 +361,7 @@ def _lookup_outside(
     *args: object,
     **kwargs: object,
 ) -> tuple[int | None, bool]:
-    """A connector's get_num_new_matched_tokens; (0, False) for a request with taps.
+    """A connector's get_num_new_matched_tokens. The result for a request with taps is (0, False).
 
     The wrapper still calls the connector, because some connectors record the call. If the connector
     answers None tokens ("ask again later"), the result is (None, False).

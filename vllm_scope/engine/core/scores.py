@@ -1,6 +1,6 @@
-"""Scores that the workers store for KV blocks, for requests that only probe and use cached KV.
+"""Has an index of the scores that workers store, with which requests that only probe use cached KV.
 
-Owns:  one ScoreIndex for each of vLLM's KV-cache managers, and the news of stored scores.
+Owns:  one ScoreIndex for each of vLLM's KV-cache managers, and the news about stored scores.
 Runs:  in EngineCore, on the scheduler's thread.
 From:  scheduler.   To: core.news.
 """
@@ -18,7 +18,7 @@ from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import KVCacheManager, Request, Scheduler, SchedulerOutput
 from vllm_scope.request.resolved import Resolved
 
-#: vLLM's KVCacheManager -> the blocks whose scores the workers hold.
+#: Maps vLLM's KVCacheManager to the index of the KV blocks whose scores the workers hold.
 _indices: Beside[ScoreIndex] = Beside()
 
 
@@ -27,7 +27,8 @@ def index_of(manager: object) -> ScoreIndex | None:
 
 
 def new_index(scheduler: Scheduler) -> None:
-    """Make the index if it is missing, the prefix cache is on, and `scores_mib` is not 0."""
+    """Make the ScoreIndex of a scheduler if it does not exist yet, the prefix cache is on, and
+    `scores_mib` is not 0."""
     manager = scheduler.kv_cache_manager
     if index_of(manager) is not None or not manager.enable_caching:
         return
@@ -41,15 +42,15 @@ def new_index(scheduler: Scheduler) -> None:
 
 
 def _hash_block_size(scheduler: Scheduler) -> int:
-    """Number of tokens in a block that has a hash. vllm 0.32, v1/core/sched/scheduler.py"""
+    """The number of tokens in a KV block that has a hash. vllm 0.32, v1/core/sched/scheduler.py"""
     return int(getattr(scheduler, "hash_block_size", scheduler.block_size))
 
 
 def kept_of(
     scheduler: Scheduler, request: Request, asked: Resolved, num_cached: int
 ) -> tuple[bytes, tuple[bytes, ...], int]:
-    """Begin to store a request's scores, if possible. Returns (Entrant.scores, Entrant.cached,
-    Entrant.block_size)."""
+    """Begin to store a request's scores, if possible. Returns the values of Entrant.scores,
+    Entrant.cached and Entrant.block_size."""
     index = index_of(scheduler.kv_cache_manager)
     if index is None or asked.scores_alone is None:
         return b"", (), 0
@@ -59,8 +60,7 @@ def kept_of(
 
 
 def fill_blocks(scheduler: Scheduler, output: SchedulerOutput, news: StepNews) -> None:
-    """Add to the news the blocks that are full after this step, and the scores that the workers
-    must forget."""
+    """Add to the news the KV blocks that are full after this step, and the scores to drop."""
     index = index_of(scheduler.kv_cache_manager)
     if index is None:
         return
@@ -76,16 +76,16 @@ def fill_blocks(scheduler: Scheduler, output: SchedulerOutput, news: StepNews) -
 
 
 def finish_request(scheduler: Scheduler, request: Request) -> None:
-    """Forget an ended request. If the request filled blocks that no earlier news names, the next
-    news names these blocks."""
+    """Remove an ended request from the ScoreIndex. If the request filled KV blocks that no earlier
+    news names, the next news names these blocks."""
     index = index_of(scheduler.kv_cache_manager)
     if index is not None and index.num_told(request.request_id) is not None:
         index.finish_request(request.request_id, _filled(index, request))
 
 
 def _filled(index: ScoreIndex, request: Request) -> tuple[int, list[bytes]] | None:
-    """As ScoreIndex.fill, for all computed or scheduled tokens of a request."""
-    # Drafts can be rejected. Therefore only accepted tokens fill a block.
+    """The result of ScoreIndex.fill for all computed or scheduled tokens of a request."""
+    # Draft tokens can be rejected. Therefore only accepted tokens count as tokens of a full block.
     num_tokens = min(request.num_computed_tokens, request.num_tokens)
     if not index.may_fill(request.request_id, num_tokens):
         return None
@@ -98,15 +98,16 @@ def _filled(index: ScoreIndex, request: Request) -> tuple[int, list[bytes]] | No
 
 
 def lose(scheduler: Scheduler, keys: Iterable[ScoreKey]) -> None:
-    """Record that a worker lacks some scores. Requests then compute the blocks of these scores."""
+    """Record that a worker does not have some stored scores. Later requests then compute the KV
+    blocks of these scores."""
     index = index_of(scheduler.kv_cache_manager)
     if index is not None:
         index.lose(keys)
 
 
 def freeze(scheduler: Scheduler, request: Request) -> None:
-    """From now on, keep only blocks with the request's prompt or with scheduled tokens, because no
-    later stage scores these tokens."""
+    """From now on, store scores only for KV blocks of the request's prompt and of tokens that are
+    already scheduled, because the later stage that now begins scores none of these tokens."""
     index = index_of(scheduler.kv_cache_manager)
     if index is not None:
         num_tokens = max(request.num_computed_tokens, request.num_prompt_tokens)
@@ -114,8 +115,8 @@ def freeze(scheduler: Scheduler, request: Request) -> None:
 
 
 def _reset(original: Callable[..., bool], self: KVCacheManager) -> bool:
-    """KVCacheManager.reset_prefix_cache. Clears the index too, because the model's weights have
-    perhaps changed."""
+    """KVCacheManager.reset_prefix_cache. The wrapper also clears the ScoreIndex, because the
+    model's weights have perhaps changed."""
     done = original(self)
     index = index_of(self)
     if done and index is not None:

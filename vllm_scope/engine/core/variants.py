@@ -1,19 +1,20 @@
-"""Makes several variants of one request from the front-end. Each variant has its own edits.
+"""Makes several variants from one request of the front-end. Each variant has its own edits.
 
-Owns:  the variants that EngineCore makes of one request, the variants' answers, and their end.
-Runs:  in EngineCore. `expand` runs when the request enters (input thread), the other functions on
-       the scheduler's thread.
-From:  request.ticket (Ticket.variants), entry.   To: the request's only output, which
-       `engine.frontend.sweeping` reads.
+Owns:  the variants that EngineCore makes from one request, their answers, and their end.
+Runs:  in EngineCore. `expand` runs on the input thread when the request enters. The other functions
+       run on the scheduler's thread.
+From:  request.ticket (Ticket.variants), entry.   To: engine.frontend.sweeping (reads the only
+       output of the request).
 
-The request itself is never scheduled. Its variants are ordinary requests with the same prompt and
-parameters. The variants share KV blocks, and yield to other requests. Each variant samples one
-token. After the last variant has ended, the front-end gets one output. The log-probabilities of all
-variants are in the output's field kv_transfer_params, which vLLM does not change.
+The request that stands for the variants is never scheduled. The variants are ordinary requests with
+the prompt and the parameters of this request. The variants share KV blocks, and yield to other
+requests. Each variant samples one token. After the last variant has ended, the front-end gets one
+output. The log-probabilities of all variants are in the output's field kv_transfer_params, which
+vLLM does not change.
 
 With async scheduling, EngineCore prepares one step while the device computes another step. If one
-step took all waiting variants, the device would wait for new variants after that step. Therefore
-each step gets only a part of the waiting variants (`most_tokens`).
+step computed all waiting variants, no variant would be ready for the next step, and the device
+would be idle. Therefore each step gets only a part of the waiting variants (`most_tokens`).
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from vllm_scope.errors import ScopeError
 from vllm_scope.request.answers import NO_LOGPROBS, Answers
 from vllm_scope.sweeps.yielding import SWEPT
 
-#: The tokens of all variants in the scheduler are divided among this number of steps. The device
-#: computes one step, EngineCore prepares the next step, and the third step waits.
+#: The tokens of all variants are divided among this number of steps. The device computes one step,
+#: EngineCore prepares the second step, and the variants of the third step wait.
 _PARTS: Final = 3
-#: Every step is allowed this number of tokens. The launch of a smaller step takes longer than the
-#: computation of the step.
+#: Every step is allowed to have at least this number of tokens. A smaller step takes longer to
+#: launch than to compute.
 _LEAST_TOKENS: Final = 1024
 
 
@@ -47,13 +48,13 @@ class _Group:
     """The variants of one request.
 
     Args:
-        requests: number -> the variant.
-        errors: number -> the reason why EngineCore refused the variant.
+        requests: maps the number of a variant to the variant.
+        errors: maps the number of a variant to the reason why EngineCore refused the variant.
         asked: the tokens whose log-probabilities the request wants; None for all tokens.
         num_tokens: size of the vocabulary.
     """
 
-    #: The approximate number of tokens of one variant that the prefix cache does not have.
+    #: The approximate number of tokens of one variant that are not in the prefix cache.
     num_tokens_each = 0
 
     def __init__(
@@ -64,7 +65,7 @@ class _Group:
         self._num_tokens = num_tokens
         self._found: dict[int, NDArray[np.float32]] = {}
         self._num = len(requests) + len(errors)
-        #: Id of a variant that has not ended -> its number.
+        #: Maps the id of each variant that has not ended to the variant's number.
         self.numbers = {one.request_id: number for number, one in requests.items()}
         self._outputs: list[EngineCoreOutput] = []
 
@@ -86,7 +87,7 @@ class _Group:
         and the times of the last variant. vLLM makes its metrics from these times.
 
         Args:
-            others: as in Answers.
+            others: the value of the attribute `others` of Answers.
         """
         from vllm.v1.engine import EngineCoreOutput as Output
         from vllm.v1.engine import FinishReason
@@ -112,12 +113,12 @@ class _Group:
 
 
 def _logprobs(found: Any, asked: list[int] | None, num_tokens: int) -> NDArray[np.float32] | None:
-    """float32 [n]: log-probabilities of the asked tokens, or of all tokens. None if vLLM did not
-    return these log-probabilities.
+    """The log-probabilities of the asked tokens, or of all tokens, as float32 [n]. None if vLLM did
+    not return these log-probabilities.
 
     Args:
-        found: vLLM's LogprobsLists, or None. A row has the sampled token, then the asked tokens.
-            If another row of the step is longer, token 0 fills the rest of this row.
+        found: vLLM's LogprobsLists, or None. Each row has first the sampled token, and then the
+            asked tokens. If another row of the step is longer, vLLM fills this row with token 0.
         num_tokens: size of the vocabulary.
     """
     if found is None:
@@ -137,8 +138,8 @@ def _logprobs(found: Any, asked: list[int] | None, num_tokens: int) -> NDArray[n
 
 
 def _total(each: list[Any]) -> Any:
-    """The sum of vLLM's PrefillStats; None if all items are None. `num_cached_tokens` is only the
-    last item's, because vLLM subtracts this number from the length of one prompt."""
+    """The sum of vLLM's PrefillStats; None if all items are None. `num_cached_tokens` is taken from
+    the last item only, because vLLM subtracts this number from the length of one prompt."""
     some = [one for one in each if one is not None]
     if not some:
         return None
@@ -146,20 +147,22 @@ def _total(each: list[Any]) -> Any:
     return replace(some[-1], **{name: sum(getattr(one, name) for one in some) for name in names})
 
 
-#: vLLM's Request that stands for variants -> the variants, until the scheduler gets the Request.
+#: Maps vLLM's Request that stands for variants to these variants. The entry stays until the
+#: scheduler gets the Request.
 _entered: Beside[_Group] = Beside()
 
 
 class _Running:
-    """The requests of one scheduler that stand for variants."""
+    """All requests of one scheduler that stand for variants."""
 
     def __init__(self) -> None:
-        #: Id of a request that stands for variants -> (the request, its variants).
-        self.groups: dict[str, tuple[Request, _Group]] = {}
-        #: Id of a variant -> id of the request that stands for the variant.
-        self.name_of: dict[str, str] = {}
-        #: True if the scheduler had requests outside of sweeps when it made the last step with
+        #: Maps the id of a request that stands for variants to a pair: the request and its
         #: variants.
+        self.groups: dict[str, tuple[Request, _Group]] = {}
+        #: Maps the id of a variant to the id of the request that stands for the variant.
+        self.name_of: dict[str, str] = {}
+        #: True if the scheduler had requests outside of sweeps when the last step with variants was
+        #: made.
         self.others = False
 
     def __del__(self) -> None:
@@ -208,7 +211,7 @@ def expand(
         request: vLLM's EngineCoreRequest without its ticket. While `make` runs, the request has
             the id of the variant.
         num: number of variants.
-        make: makes the Request of a variant, given by number.
+        make: a function that makes the Request of the variant with a given number.
         num_tokens: size of the vocabulary.
 
     Raises:
@@ -233,8 +236,8 @@ def expand(
 
 
 def variants_of(scheduler: Scheduler, request: Request) -> list[Request]:
-    """The variants that are scheduled in place of their request. Empty for a request without
-    variants."""
+    """The variants that the scheduler gets in place of the request that stands for them. The list
+    is empty for a request without variants."""
     group = _entered.pop(request)
     if group is None:
         return []
@@ -246,8 +249,8 @@ def variants_of(scheduler: Scheduler, request: Request) -> list[Request]:
 
 
 def _num_tokens(scheduler: Scheduler, request: Request) -> int:
-    """The number of a variant's prompt tokens that the prefix cache lacks after another variant has
-    been computed."""
+    """The number of a variant's prompt tokens that are not in the prefix cache after another
+    variant of the same request has been computed."""
     known, size = entered(request), scheduler.block_size
     if known is None or known.first_edited is None or not scheduler.kv_cache_manager.enable_caching:
         return request.num_prompt_tokens
@@ -255,11 +258,12 @@ def _num_tokens(scheduler: Scheduler, request: Request) -> int:
 
 
 def most_tokens(scheduler: Scheduler) -> int | None:
-    """The most tokens that the next step is allowed; None for vLLM's own bound.
+    """The largest number of tokens that the next step can have; None if only vLLM's bound applies.
 
-    Returns None without variants, without async scheduling, or with more than a few other requests.
-    Otherwise the bound has room for any waiting prompt, and for one token and the drafts of each
-    other request. Therefore each step can contain every request.
+    The result is None if there are no variants, if async scheduling is off, or if there are more
+    than a few other requests. Otherwise the bound has room for any one request, and for one token
+    and the draft tokens of each request that is no variant. Therefore the bound keeps no request
+    from being scheduled.
     """
     running = _running.of(scheduler)
     if running is None or not running.groups:
@@ -285,8 +289,8 @@ def most_tokens(scheduler: Scheduler) -> int | None:
 def with_variants(
     scheduler: Scheduler, request_ids: str | Iterable[str] | None
 ) -> str | Iterable[str] | None:
-    """The ids of requests that must end. The id of a request that stands for variants is replaced
-    by the ids of its running variants."""
+    """The ids of requests that must end. In place of the id of a request that stands for variants,
+    the result has the ids of the request's running variants."""
     running = _running.of(scheduler)
     if running is None or request_ids is None or not running.groups:
         return request_ids
@@ -300,22 +304,23 @@ def _ids(running: _Running, name: str) -> Iterable[str]:
 
 
 def aborted(scheduler: Scheduler, ended: list[Request]) -> list[Request]:
-    """The aborted requests. Variants are replaced by the request that stands for them, because
-    front-ends do not have the ids of variants."""
+    """The aborted requests. In place of variants, the result has the request that stands for these
+    variants, because front-ends do not have the ids of variants."""
     running = _running.of(scheduler)
     if running is None or not running.groups:
         return ended
     names = [running.name_of.get(one.request_id) for one in ended]
     others = [one for one, name in zip(ended, names, strict=True) if name is None]
     standing = [running.end(name)[0] for name in dict.fromkeys(names) if name is not None]
-    if scheduler.finished_req_ids_dict is not None:  # data-parallel clients count these ids
+    # vLLM's data-parallel clients count the ended requests by the ids in this dict.
+    if scheduler.finished_req_ids_dict is not None:
         for request in standing:
             scheduler.finished_req_ids_dict[request.client_index].add(request.request_id)
     return others + standing
 
 
 def stands_for_some(scheduler: Scheduler) -> bool:
-    """True if some request stands for variants that have not all ended."""
+    """True if a request stands for variants, and not all of these variants have ended."""
     running = _running.of(scheduler)
     return running is not None and bool(running.groups)
 

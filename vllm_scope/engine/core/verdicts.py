@@ -1,17 +1,18 @@
-"""Acts on scores: a probe or a policy stops a request, a later stage begins, or a policy sets new
-scales.
+"""Handles the results of scores: a probe or a policy stops a request, a later stage begins, or a
+policy sets new scales.
 
-Owns:  the path of verdicts and new scales from a worker to the caller, or back to all workers.
+Owns:  the code that carries verdicts and new scales from a worker to the caller or to all workers.
 Runs:  `with_verdicts` and `with_lost` in the worker; the other functions in EngineCore.
-From:  worker.watch (verdicts, new scales).   To: the request's finish_reason and stop_reason;
-       scheduler (the news of the next step).
+From:  worker.watch (verdicts, new scales).   To: the caller (the request's finish_reason and
+       stop_reason), scheduler (the news of the next step).
 
-The step that computes a token's row also samples the next token. If the row's score stops the
-request, the sampled token stays as the last token, because the row's position counts as processed.
+The step that computes a token's row also samples the next token. If the score of the row stops the
+request, the sampled token stays in the answer as the last token, because the row's position counts
+as processed.
 
 New scales act from the first position that no step has begun to compute. Without async scheduling,
-the first position is one after the scored row. With async scheduling, the first position is two
-after the scored row, because one more step has begun.
+this first position is one after the scored row. With async scheduling, the new scales act one
+position later, because one more step has already begun.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _NAME, _LOST = "scope_verdicts", "scope_lost_scores"
 
 @dataclass
 class Due:
-    """The part of the next step's news that comes from verdicts. Attributes: as in StepNews."""
+    """The part of the next step's news that follows from verdicts. The attributes have the meaning
+    of the attributes of StepNews with the same names."""
 
     begun: dict[str, tuple[str, ...]] = field(default_factory=dict)
     scales: dict[str, Changes] = field(default_factory=dict)
@@ -51,8 +53,8 @@ _due: Beside[Due] = Beside()
 
 
 def with_verdicts(output: Any, watch: Watch) -> Any:
-    """A step's output, with the verdicts and the new scales that follow from the rows of this step
-    and of earlier steps."""
+    """Adds to a step's output the verdicts and the new scales that follow from the rows of this
+    step and of earlier steps."""
     steps = watch.take() if is_output(output) else []
     if not steps:
         return output
@@ -60,7 +62,7 @@ def with_verdicts(output: Any, watch: Watch) -> Any:
 
 
 def with_lost(output: Any, store: ScoreStore) -> Any:
-    """A step's output, with the keys of stored scores that this worker did not find."""
+    """Adds to a step's output the keys of the stored scores that this worker did not find."""
     missing = store.take_missing() if is_output(output) else []
     return carrying(output, _LOST, lambda: {"keys": missing}) if missing else output
 
@@ -71,8 +73,8 @@ def stop_judged(
     scheduler_output: object,
     model_runner_output: object,
 ) -> dict[int, Outputs]:
-    """Take the tokens of a step. Afterwards end the requests that a verdict stops, and the requests
-    whose new scales are too late."""
+    """Let vLLM take the tokens of a step. Afterwards end the requests that a verdict stops, and the
+    requests whose new scales are too late."""
     outputs = original(self, scheduler_output, model_runner_output)
     lose(self, carried(model_runner_output, _LOST).get("keys", ()))
     judged: Mapping[str, Judged] = carried(model_runner_output, _NAME)
@@ -88,8 +90,8 @@ def stop_judged(
         mine.outputs.append(refused(request.request_id, ScopeError(_TOO_LATE)))
     for request in self.finish_requests(set(verdicts), RequestStatus.FINISHED_STOPPED):
         mine = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
-        # The end is a separate output without tokens. In an output with tokens, a stop would
-        # remove the last token from the text.
+        # The request ends with a separate output without tokens. If an output with tokens ended the
+        # request in this way, vLLM would remove the last token from the text.
         end = EngineCoreOutput(
             request.request_id, [], finish_reason=FinishReason.STOP,
             stop_reason=verdicts[request.request_id],
@@ -99,7 +101,8 @@ def stop_judged(
 
 
 def tell_workers(scheduler: Scheduler, judged: Mapping[str, Judged]) -> set[str]:
-    """Store the begun stages and the new scales for the next step's news to all workers.
+    """Store the stages that begin and the new scales, which the next step's news sends to all
+    workers.
 
     Returns:
         The ids of requests whose new scales are too late, because a step has already begun to
@@ -125,7 +128,7 @@ def has_due(scheduler: Scheduler) -> bool:
 
 
 def take_due(scheduler: Scheduler) -> Due:
-    """The begun stages and new scales since the last call, without those of ended requests."""
+    """The begun stages and the new scales since the last call, only of requests that still run."""
     due, running = _due.pop(scheduler), scheduler.requests
     if due is None:
         return Due()

@@ -1,15 +1,15 @@
-"""Sends the vectors of monitors to EngineCore once, before the requests that use them.
+"""Sends the vectors of monitors to EngineCore once, before the requests that use these vectors.
 
 Owns:  the record of the vectors that each engine holds for this process; the calls that send
        vectors.
 Runs:  in the front-end, on its main thread or event loop.
-From:  monitors.   To: the remote call `scope_hold` (core.sent_ahead); requests, whose tickets leave
-       these vectors out.
+From:  monitors.   To: core.sent_ahead (the remote call `scope_hold`), requests (makes tickets
+       without these vectors).
 
-Promise: a ticket leaves a vector out only if every EngineCore of the engine has answered that it
-holds the vector. Before these answers, and if a call fails, each ticket contains the vectors. If
-EngineCore has dropped a vector (core.sent_ahead), EngineCore refuses the request, and the front-end
-sends the vectors again.
+Promise: a ticket leaves a vector out only if every EngineCore of the engine has confirmed that it
+holds the vector. Until all EngineCores have answered, and if a call fails, each ticket contains the
+vectors. If EngineCore has dropped a vector (core.sent_ahead), EngineCore refuses the request, and
+the front-end sends the vectors again.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class _Ahead:
 
     Attributes:
         monitors: the monitors whose vectors were sent; None if the vectors must be sent again.
-        client: vLLM's client of the EngineCores. If EngineCores are added or removed, the client's
-            `core_engines` changes.
+        client: vLLM's client of the EngineCores. When EngineCores are added or removed, vLLM
+            changes the client's attribute `core_engines`.
         engines: the EngineCores to which the vectors were sent.
         digests: digests of the vectors that all of `engines` hold.
         called: True from the start to the end of the call that sends the vectors.
@@ -60,15 +60,15 @@ class _Ahead:
         return self.engines == _engines_of(self.client())
 
 
-#: vLLM's OutputProcessor -> the vectors that were sent last to its engine.
+#: Maps vLLM's OutputProcessor to the vectors that were sent last to the same engine.
 _aheads: Beside[_Ahead] = Beside()
-#: Running calls. The event loop keeps only weak references to its tasks.
+#: The tasks of running calls. The event loop itself has only weak references to its tasks.
 _calls: set[asyncio.Task[None]] = set()
 
 
 def _engines_of(client: object) -> tuple[object, ...]:
-    """The EngineCores of a client in other processes. Empty if the client's only EngineCore is in
-    this process."""
+    """The EngineCores in other processes with which a client works. The result is empty if the
+    client's only EngineCore is in this process."""
     return tuple(getattr(client, "core_engines", ()))
 
 
@@ -79,8 +79,8 @@ def held_by(processor: object) -> frozenset[bytes]:
 
 
 def doubt(processor: object) -> None:
-    """Record that EngineCore refused a request because EngineCore lacks vectors. Tickets then
-    contain the vectors, until a running or new call has sent the vectors ahead again."""
+    """Record that EngineCore refused a request because EngineCore does not have all vectors. From
+    then on, tickets contain the vectors, until a call has sent the vectors ahead again."""
     known = _aheads.of(processor)
     if known is not None:
         known.digests = frozenset()
@@ -89,8 +89,8 @@ def doubt(processor: object) -> None:
 
 
 def _begin(engine: Engine, monitors: tuple[Monitor, ...]) -> tuple[_Ahead, bytes] | None:
-    """Begin a call. Returns (the entry for the answers, the data to send); None without new data.
-    After this function, tickets leave out only vectors that the call sends."""
+    """Begin a call. Returns the _Ahead that `_end` fills and the data to send, or None if there is
+    no new data. From then on, tickets leave out only vectors that the call sends."""
     processor = engine.output_processor
     known = _aheads.of(processor)
     if known is None:
@@ -108,14 +108,14 @@ def _begin(engine: Engine, monitors: tuple[Monitor, ...]) -> tuple[_Ahead, bytes
 
 
 def _end(ahead: _Ahead, replies: Iterable[list[list[bytes]]]) -> None:
-    """Store the answers of all EngineCores. If a later call has sent other vectors, do nothing."""
+    """Store the answers of all EngineCores. Do nothing if the vectors must be sent again."""
     if ahead.monitors is not None and ahead.holds:
         held = (frozenset(map(bytes, digests)) for (digests,) in replies)
         ahead.digests = frozenset.intersection(*held)
 
 
 def send(engine: LLMEngine, monitors: tuple[Monitor, ...]) -> None:
-    """If the engine does not have the monitors' vectors yet, send the vectors."""
+    """Send the monitors' vectors, if the engine does not have all of these vectors yet."""
     begun = _begin(engine, monitors)
     if begun is None:
         return
@@ -125,7 +125,7 @@ def send(engine: LLMEngine, monitors: tuple[Monitor, ...]) -> None:
 
 
 def send_soon(engine: AsyncLLM, monitors: tuple[Monitor, ...]) -> None:
-    """As `send`, but does not wait for the answers. Only the event loop's thread calls this."""
+    """Like `send`, but without waiting for the answers. Only the event loop's thread calls this."""
     begun = _begin(engine, monitors)
     if begun is not None:
         call = asyncio.get_running_loop().create_task(_send(engine, *begun))
@@ -140,7 +140,7 @@ async def _send(engine: AsyncLLM, ahead: _Ahead, data: bytes) -> None:
 
 @contextmanager
 def _logged(ahead: _Ahead) -> Iterator[None]:
-    """Log the error of a failed call. No request fails: each ticket then contains the vectors."""
+    """Log the error of a failed call. Requests still run: their tickets contain the vectors."""
     try:
         yield
     except Exception:

@@ -1,8 +1,8 @@
-"""Requests that are alike: the check of the first request holds for all of them.
+"""Requests that are so similar that the check of the first request is valid for all of them.
 
 Owns:  Alike.
 Runs:  in the front-end process, on the thread that sends the requests.
-From:  prepared (the check).   To: sweeping, engine.offline; requests (`prepared_as`).
+From:  prepared (the check).   To: sweeping, engine.offline, requests (`prepared_as`).
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from vllm_scope.results.budget import bytes_of_prompt
 
 
 class Alike:
-    """Checks the first of several alike requests. The check holds for all these requests.
+    """Checks the first of several similar requests. The check is valid for all of these requests.
 
     Args:
-        connection: the connection of the requests' engine.
+        connection: the front-end's connection to the engine that computes the requests.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        #: (the kind of the current requests, the checked first request of this kind)
+        #: A pair: the kind of the current requests, and the checked first request of this kind.
         self._first: tuple[Hashable, Prepared] | None = None
-        #: The last spec of edits.
+        #: The spec that `with_edits` made last.
         self._last: Spec | None = None
 
     @staticmethod
     def of_engine(engine: Engine) -> Alike | None:
-        """An Alike for an engine. None if the engine has no taps, or if a translator adds actions
-        (such as monitors) to every request."""
+        """An Alike for the requests of an engine. None if the engine has no taps, or if a
+        translator adds actions (such as monitors) to every request."""
         connection = connections.of(engine.output_processor)
         if connection is None or connection.reason is not None:
             return None
@@ -50,11 +50,13 @@ class Alike:
     def checked(
         self, kind: Hashable, actions: Sequence[Action], params: Any, ids: Sequence[int]
     ) -> Prepared:
-        """The checked first request of this kind. Stored until the caller names another kind.
+        """The checked first request of this kind, which is stored until the caller names another
+        kind.
 
         Args:
-            kind: equal for all requests for which one check is enough.
-            actions, params, ids: the parts of this request. Used only for the first request.
+            kind: a value that is equal for all requests for which one check is enough.
+            actions, params, ids: the parts of the request, which are used only for the first
+                request.
 
         Raises:
             SpecError: the engine cannot run the first request.
@@ -68,11 +70,10 @@ class Alike:
         return self._first[1]
 
     def with_edits(self, checked: Prepared, *each: tuple[Edit, ...]) -> Prepared:
-        """A request that differs from a checked one only in the place and the numbers of its edits.
+        """A request that differs from `checked` only in the place and the numbers of its edits.
 
         Args:
-            each: the request's edits. If there are several tuples, the request stands for several
-                variants: one variant for each tuple.
+            each: the edits of the request, or of each variant for which the request stands.
         """
         specs = []
         for edits in each:
@@ -81,14 +82,15 @@ class Alike:
         return replace(checked, spec=specs[0], variants=tuple(specs) if specs[1:] else ())
 
     def with_prompt(self, checked: Prepared, ids: list[int]) -> Prepared | None:
-        """A request that differs from a checked one only in its prompt.
+        """A request that differs from `checked` only in its prompt.
 
         Args:
             ids: token ids of the prompt, at least one token.
 
         Returns:
-            None if the check depends on the prompt: the actions are not uniform (Resolved.uniform),
-            or the prompt delivers no rows.
+            None if the check of one prompt is not valid for other prompts. A check is not valid if
+            the actions are not uniform (Resolved.uniform), or do not deliver rows from position 0
+            on.
         """
         if not checked.asked.uniform or checked.first_position != 0:
             return None
@@ -97,8 +99,8 @@ class Alike:
 
 
 def asking(params: Any, text: str = "") -> Any:
-    """A copy of SamplingParams with a spec. For a prepared request the text can be empty, because
-    no code reads the text."""
+    """A copy of SamplingParams that contains a spec. If the request is already prepared, the text
+    of the spec can be empty, because no code reads the text."""
     made = copy(params)
     made.extra_args = {"scope": text}
     return made

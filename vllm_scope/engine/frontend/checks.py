@@ -1,4 +1,4 @@
-"""Checks what a request asks of an engine: its tokens, its destinations, its lenses, its room.
+"""Checks whether an engine supports the tokens, sinks, lenses and size of a request.
 
 Owns:  `check_tokens`, `check_sinks`, `check_lenses`, `check_room`.
 Runs:  in the front-end, for each request with a spec.
@@ -23,13 +23,13 @@ from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.selectors import Ids, Selector, Tokens
 from vllm_scope.request.sites import Sites
 
-#: Fields of a Resolved whose actions can name a sink.
+#: The fields of a Resolved that contain actions with a sink.
 _TAKEN = ("reads", "probes", "features")
 
 
 def check_sinks(asked: Resolved, sinks: Mapping[str, Collection[str]]) -> None:
-    """Raises SpecError if the operator did not set up a destination, or if the destination does not
-    take the results of the action."""
+    """Raises SpecError if an action names a sink that the operator did not set up, or a sink that
+    does not take the results of the action."""
     for name in _TAKEN:
         for where, action in actions_of(asked, name):
             if action.to == MEMORY:
@@ -65,10 +65,12 @@ def check_sinks(asked: Resolved, sinks: Mapping[str, Collection[str]]) -> None:
 
 
 def actions_of(asked: Resolved, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield (path of the caller's field, action) for each action in one field of a Resolved."""
+    """Yield the path of the caller's field, and the action, for each action in a field of a
+    Resolved."""
     for i, action in enumerate(getattr(asked, name)):
         lens = getattr(action, "lens", None)
-        # A Resolved has one action for each layer of an edit or lens, all with the same path.
+        # A Resolved has one action for each layer of an edit or lens. All these actions have the
+        # same path.
         i = action.number if name == "edits" else i
         yield (f"{name}[{i}]" if lens is None else f"lens[{lens[1]}]"), action
 
@@ -121,13 +123,14 @@ def check_lenses(asked: Resolved, ids: Ids, max_tokens: int, most: int) -> None:
 def check_room(
     asked: Resolved, ids: Ids, max_tokens: int, sites: Sites, limits: Limits, most_changes: int
 ) -> bool:
-    """Raises SpecError for a request that this engine can never hold.
+    """Raises SpecError if a request needs more room than this engine has in total.
 
     Args:
         most_changes: the largest number of times that the policy changes scales.
 
     Returns:
-        True if all requests with the same outline (request.outline) need at most this room.
+        True if no request with the same outline (request.outline) needs more room than this
+        request.
     """
     encodes = any(read.encoding for read in asked.reads)
     if asked.edits or asked.banked or asked.moments or len(asked.reads) > 1 or encodes:

@@ -1,11 +1,11 @@
-"""Asks the workers once what they can do, and checks requests against their answers.
+"""Asks the workers once what they support, and uses the answers to check requests.
 
-Owns:  Connection, and how a connection is made: every worker gets the address of this inbox.
+Owns:  Connection, and the code that makes a connection by sending every worker the inbox's address.
 Runs:  in the front-end, when the first request with a spec arrives, and for each such request.
 To:    prepared, requests.
 
 Promise: a request that passes the check can run on this engine, perhaps after a wait for room. All
-other requests are refused before they enter. A refusal's error has the path of the caller's field.
+other requests are refused before they enter. The error names the path of the caller's field.
 """
 
 from __future__ import annotations
@@ -51,27 +51,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Seconds between a failed attempt to reconnect and the next attempt.
+#: The time in seconds between a failed attempt to connect again and the next attempt.
 RETRY_S = 10.0
 
 
 @dataclass
 class Connection:
-    """The abilities of an engine's workers, from the workers' answers.
+    """The sites, limits, sinks and lenses of an engine, from the answers of its workers.
 
     Attributes:
-        sinks: name of a sink other than `memory` -> what the sink takes (checks.check_sinks).
-        modules: name of a steering module -> placeholders for its vectors, for the checks. Only
-            EngineCore has the vectors.
-        generation: the inbox's generation when the front-end asked the workers.
-        retry_at: the time of the next attempt after a failed reconnection, in monotonic seconds.
-        saes: name -> SAE, for each SAE that the configuration names.
+        sinks: maps the name of each sink other than `memory` to the kinds of actions whose results
+            the sink takes (checks.check_sinks).
+        modules: maps the name of each steering module to placeholders for the module's vectors, for
+            the checks. Only EngineCore has the vectors.
+        generation: the value of the inbox's `generation` when the front-end asked the workers.
+        retry_at: after a failed attempt to connect again, the time.monotonic() of the next attempt.
+        saes: the SAEs that the configuration names, by name.
         encodes: True if the workers hold the encoders of `saes`.
-        policies: name -> policy, for each policy that the configuration names.
-        lens_rows: as in ScopeConfig.
-        no_lens: boundary -> why the model's lens cannot be applied to the boundary's rows.
-        lenses: as in LensTopK.of_engine.
-        num_doubts: how many times the names of modules have possibly changed.
+        policies: the policies that the configuration names, by name.
+        lens_rows: the value of ScopeConfig.lens_rows.
+        no_lens: maps a boundary to the reason why the model's lens cannot be applied to its rows.
+        lenses: maps the name of each lens to the lens's places, in the form that LensTopK.of_engine
+            takes.
+        num_doubts: the number of times that the names of steering modules have possibly changed.
         num_asked: the value of `num_doubts` when the engine was last asked for `modules`.
     """
 
@@ -95,8 +97,8 @@ class Connection:
 
     def __post_init__(self) -> None:
         self._meanings = Meanings(self.sites)
-        #: The module names of the last request whose modules were all known. Many requests share
-        #: the same collection.
+        #: The names of the steering modules of the last request whose modules were all known. Many
+        #: requests have the same collection object.
         self._known: Collection[str] | None = None
 
     @staticmethod
@@ -128,15 +130,16 @@ class Connection:
     @property
     def always_answers(self) -> bool:
         """True if workers send this process a message about each request. The message says how the
-        request ended in a sink, or whether an earlier pipeline stage had an error."""
+        request ended at a sink, or whether an earlier pipeline stage had an error."""
         return bool(self.sinks) or self.num_stages > 1
 
     def doubt_modules(self) -> None:
-        """Record a change of names. The next request with a module's name then asks the engine."""
+        """Record that the names of steering modules have possibly changed. Before the next request
+        that names a steering module, the front-end then asks the engine for the names."""
         self.num_doubts += 1
 
     def lacks(self, names: Collection[str]) -> bool:
-        """True if the front-end must ask the engine about these names."""
+        """True if the front-end must ask the engine whether it has modules with these names."""
         if self.num_doubts == self.num_asked and names is self._known:
             return False
         wanted = set(names)
@@ -147,7 +150,7 @@ class Connection:
         return lacking
 
     def learn_modules(self, modules: Mapping[str, Module], num_doubts: int = 0) -> None:
-        """Replace the known modules.
+        """Replace `modules` by the steering modules that the engine has now.
 
         Args:
             num_doubts: the value of the attribute `num_doubts` before the engine was asked.
@@ -163,8 +166,8 @@ class Connection:
         self.modules = {name: dict.fromkeys(some, ones) for name, some in places.items()}
 
     def resolve(self, spec: Spec) -> Resolved:
-        """A spec, resolved for this engine, with placeholders for the vectors of modules."""
-        # `learn_modules` drops the resolved specs that name modules.
+        """A spec, resolved for this engine. The vectors of steering modules are placeholders."""
+        # `learn_modules` drops the resolved specs that name steering modules.
         version = ("modules",) if spec.modules else ()
         return self._meanings.of(spec.packed, spec.arrays, self.modules, version, spec)
 
@@ -175,11 +178,12 @@ class Connection:
             ids: token ids of the prompt.
 
         Raises:
-            SpecError: the request names an impossible token, or a destination that the operator did
-                not set up, or needs more room than this engine has in total.
+            SpecError: the request names a token that it cannot have, or a sink that the operator
+                did not set up, or needs more room than this engine has in total.
         """
-        # The room of uniform actions (Resolved.uniform) does not depend on the prompt. A spec can
-        # have a thousand probes. Therefore a spec with only reads and probes is checked once.
+        # The room that uniform actions (Resolved.uniform) need does not depend on the prompt. A
+        # spec can have a thousand probes. To save time, a uniform spec without edits is checked
+        # only once.
         alike = asked.uniform and not asked.num_states and len(ids) > 0
         here = self.limits, self.sinks, self.policies, self.no_lens, self.encodes, self.num_stages
         passed = asked.__dict__.get("_passed") if alike and not asked.edits else None
@@ -189,7 +193,7 @@ class Connection:
         check_lenses(asked, ids, max_tokens, self.lens_rows)
 
     def _check_actions(self, asked: Resolved, ids: Ids, max_tokens: int, alike: bool) -> None:
-        """As `check`, without the rows of lenses.
+        """The same check as `check`, but without the number of rows to which lenses are applied.
 
         Args:
             alike: True if the needed room is the same for every prompt.
@@ -198,7 +202,7 @@ class Connection:
         most_changes = 0
         if asked.policy is not None:
             most_changes = checked(asked.policy, self.policies).most_changes
-        # If all requests with the same outline need at most this room, one check is enough.
+        # One check is enough if no request with the same outline needs more room.
         known = asked.shared.get("_has_room"), asked.__dict__.get("_has_room")
         if not alike or all(limits is not self.limits for limits in known):
             most = most_changes if asked.scaled else 0
@@ -232,9 +236,9 @@ class Connection:
             )
 
 
-#: vLLM's OutputProcessor -> the Connection of its engine.
+#: Maps vLLM's OutputProcessor to the Connection of the same engine.
 connections: Beside[Connection] = Beside()
-#: AsyncLLM -> the task that connects it.
+#: Maps an AsyncLLM to the task that connects the AsyncLLM to its workers.
 _connecting: Beside[asyncio.Task[None]] = Beside()
 
 
@@ -248,7 +252,7 @@ def _address() -> dict[str, object]:
 
 
 def _may_listen(engine: Engine, replies: list[Connected]) -> bool:
-    """Listen on TCP if a worker needs TCP. Returns True if the workers must be asked again."""
+    """Listen on TCP if a worker needs it. Returns True if the workers must be asked again."""
     if not any(reply["needs_tcp"] for reply in replies):
         return False
     config = config_of(engine.vllm_config)
@@ -272,7 +276,7 @@ def _connect(engine: Engine, replies: list[Connected], generation: int) -> None:
     found = Connection.from_replies(replies, config.deliver_timeout_s)
     known = connections.of(engine.output_processor)
     if known is not None and known.reason is None and found.reason is not None:
-        # The transport worked before. A later attempt can succeed.
+        # The connection to the workers worked before. A later attempt can succeed.
         logger.warning("vllm-scope: %s. It is tried again in %g s.", found.reason, RETRY_S)
         known.retry_at = time.monotonic() + RETRY_S
         return
@@ -291,7 +295,7 @@ def _load_saes(config: ScopeConfig) -> Mapping[str, Sae]:
     requests that name an SAE are refused. Other requests continue."""
     if not config.saes:
         return {}
-    from vllm_scope.saes.load import load_saes  # this import loads torch and file formats
+    from vllm_scope.saes.load import load_saes  # this import takes time, because it loads torch
 
     try:
         return load_saes(config.saes)
@@ -309,8 +313,8 @@ def connect_sync(engine: LLMEngine) -> None:
 
 
 async def connect_async(engine: AsyncLLM) -> None:
-    """Connect one time for all waiting requests. If one waiting request is cancelled, the attempt
-    continues for the other requests."""
+    """Connect to the workers, one time for all waiting requests. If one waiting request is
+    cancelled, the attempt to connect continues for the other requests."""
     task = _connecting.of(engine)
     if task is None or task.done():
         task = _connecting.put(engine, asyncio.ensure_future(_connect_async(engine)))

@@ -1,11 +1,11 @@
-"""The seams on outputs, and on the calls that return outputs to the caller.
+"""Wraps vLLM's calls that make outputs and return outputs to the caller.
 
-Owns:  the wait for rows that arrive after the end of a request.
+Owns:  the code that waits for rows that arrive after the end of a request.
 Runs:  in the front-end process, on its main thread or event loop.
-From:  running, results.buffer.   To: the caller; http.
+From:  running, results.buffer.   To: the caller, http.
 
-Promise: a finished output waits only for its own rows, and delays no other output. The cost of an
-output does not grow with its prompt.
+Promise: a finished output waits only for its own rows, and delays no other output. The time that an
+output takes does not grow with the length of its prompt.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from vllm_scope.results.inbox import inbox
 
 #: The type of AsyncLLM.generate's result.
 Outputs = AsyncGenerator[RequestOutput, None]
-#: The time in s that a synchronous step waits for rows between two checks.
+#: The time in seconds for which a synchronous step waits for rows between two checks.
 POLL_S = 0.05
-#: The wait for rows in s after which the front-end suspects that a worker has disconnected.
+#: After this time in seconds without rows, a worker has possibly disconnected.
 LONG_S = 5.0
 
 
 def _new_completion(
     original: Callable[..., CompletionOutput], self: object, *args: object, **kwargs: object
 ) -> CompletionOutput:
-    """RequestState._new_completion_output. Connects the completion with its rows."""
+    """RequestState._new_completion_output. The wrapper connects the completion with its rows."""
     completion = original(self, *args, **kwargs)
     known, refused = runs.of(self), refusal_in(completion)
     if isinstance(refused, SpecError) and known is not None:
@@ -54,7 +54,7 @@ def _new_completion(
 
 
 def _waiting_for(output: RequestOutput) -> list[Pending]:
-    """The buffers of a finished output that still lack rows."""
+    """The buffers of a finished output whose last rows have not arrived yet."""
     found = []
     for completion in output.outputs:
         running = running_of(completion)
@@ -74,7 +74,7 @@ def settle(output: RequestOutput) -> RequestOutput:
 
 
 def outdated(output: RequestOutput) -> bool:
-    """True if data for a completion has arrived after the last `settle`."""
+    """True if data for a completion of this output has arrived after the last `settle`."""
     return any(
         live is not None and live.running is not None
         and live.running.pending.num_came != live.num_seen
@@ -100,11 +100,11 @@ async def _settled(engine: AsyncLLM, stream: Outputs) -> Outputs:
                     if isinstance(live.refusal, UnheldError):
                         ahead.doubt(engine.output_processor)
                     if connection and live.running and names_module(live.running.text):
-                        # Another front-end can have changed a module's name.
+                        # Another front-end can have changed the names of steering modules.
                         connection.doubt_modules()
                     # The error's traceback holds this frame, and the frame holds the completion.
-                    # The completion's entry in `lives` holds the error. Without `pop`, Python
-                    # would free neither the error nor the completion.
+                    # The completion's entry in `lives` holds the error. Without `pop`, these
+                    # references would keep the error and the completion in memory.
                     lives.pop(completion)
                     raise live.refusal
             for pending in _waiting_for(output):
@@ -114,8 +114,8 @@ async def _settled(engine: AsyncLLM, stream: Outputs) -> Outputs:
 
 
 async def _arrival(pending: Pending, timeout: float) -> None:
-    """Wait for a request's last row, at most `timeout` seconds. If the row is still missing after
-    LONG_S or `timeout` seconds (the smaller number), the engines connect again."""
+    """Wait for a request's last row, at most `timeout` seconds. If the row does not come within
+    LONG_S or `timeout` seconds, the engines connect again."""
     limit = time.monotonic() + min(timeout, LONG_S)
     try:
         await asyncio.wait([asyncio.wrap_future(pending.done)], timeout=timeout)
@@ -124,12 +124,13 @@ async def _arrival(pending: Pending, timeout: float) -> None:
             inbox().renew()
 
 
-#: LLMEngine -> [(finished output whose rows are missing, time at which its wait ends)].
+#: Maps an LLMEngine to the finished outputs whose rows are missing. Each output is stored with the
+#: time at which the wait for its rows ends.
 _waiting: Beside[list[tuple[RequestOutput, float]]] = Beside()
 
 
 def _step(original: Callable[..., list[RequestOutput]], self: LLMEngine) -> list[RequestOutput]:
-    """LLMEngine.step. If rows of a finished output are missing, a later step returns the output."""
+    """LLMEngine.step. An output that lacks rows is returned by a later step."""
     waiting = _waiting.of(self)
     if waiting is None:
         waiting = _waiting.put(self, [])
@@ -137,8 +138,8 @@ def _step(original: Callable[..., list[RequestOutput]], self: LLMEngine) -> list
     if not waiting:
         outputs = original(self)
     elif self.output_processor.has_unfinished_requests() or not _multiprocess(self):
-        # If EngineCore is in this process, the engine must make a step: the workers get the end
-        # of a request with the next step.
+        # If EngineCore is in this process, the engine must make a step, because the workers learn
+        # the end of a request only from the next step.
         outputs = original(self)
         if not outputs and not self.output_processor.has_unfinished_requests():
             time.sleep(POLL_S / 10)
@@ -171,12 +172,13 @@ def _multiprocess(engine: LLMEngine) -> bool:
 
 
 def drop(engine: LLMEngine, request_ids: Collection[str]) -> None:
-    """End requests whose outputs the caller does not want. Drop their outputs that lack rows."""
+    """End requests whose outputs the caller does not want. Drop the outputs of these requests that
+    still wait for rows."""
     engine.abort_request(list(request_ids))
     waiting = _waiting.of(engine) or []
     waiting[:] = [(output, t) for output, t in waiting if output.request_id not in request_ids]
     if not _multiprocess(engine):
-        engine.step()  # the workers get the end of the requests with the next step
+        engine.step()  # the workers learn only from the next step that the requests ended
 
 
 def _has_unfinished(original: Callable[..., bool], self: object) -> bool:
@@ -184,7 +186,7 @@ def _has_unfinished(original: Callable[..., bool], self: object) -> bool:
 
 
 def _scope_of(self: RequestOutput) -> object:
-    """RequestOutput.scope: the result of a request with one completion."""
+    """The value of RequestOutput.scope: the result of the only completion."""
     if len(self.outputs) != 1:
         raise ScopeError(
             f"this output has {len(self.outputs)} completions; use output.outputs[i].scope."

@@ -1,7 +1,7 @@
-"""Checks a request with a spec before it enters. Another thread checks a large request.
+"""Checks a request with a spec before it enters. A large request is checked on another thread.
 
 Owns:  Prepared, `prepare`, and `aside`.
-Runs:  in the front-end: a small request on the calling thread, a large request on another thread.
+Runs:  in the front-end, on the calling thread for a small request, or on another thread.
 From:  connection.   To: requests.
 
 Promise: an API server's other requests do not wait for the check of a large request.
@@ -25,8 +25,9 @@ from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.spec import Spec
 from vllm_scope.results.budget import bytes_of_prompt
 
-#: The largest size of a request that the calling thread prepares (in about 1 ms): characters of the
-#: spec plus tokens of the prompt. Another thread prepares a larger request.
+#: The largest size of a request that the calling thread prepares, which takes about 1 ms. The size
+#: is the number of characters of the spec plus the number of tokens of the prompt. Another thread
+#: prepares a larger request.
 SMALL = 4096
 _NUMBERS = {int, float, bool, type(None)}
 Result = TypeVar("Result")
@@ -38,11 +39,12 @@ class Prepared(msgspec.Struct, frozen=True):
 
     Attributes:
         asked: the whole spec, resolved for this engine.
-        own: the reads, probes and features that go to memory.
-        first_position: as in Ticket.
-        num_bytes: bytes that the prompt delivers to this process.
-        variants: the specs of the request's variants; empty without variants. `spec` is then the
-            spec of the first variant. Variants deliver no rows or scores to this process.
+        own: the part of `asked` whose results go to the sink `memory`.
+        first_position: the value of Ticket.first_position.
+        num_bytes: the number of bytes that the request delivers to this process for its prompt.
+        variants: the specs of the request's variants; empty if the request has no variants. If
+            there are variants, `spec` is the spec of the first variant. Variants deliver no rows or
+            scores to this process.
     """
 
     spec: Spec
@@ -56,12 +58,12 @@ class Prepared(msgspec.Struct, frozen=True):
 
     @property
     def answered(self) -> bool:
-        """True if workers send rows, numbers or a policy's decisions for the request."""
+        """True if workers send rows, scores or a policy's decisions for the request."""
         return bool(self.asked.taking) or self.asked.policy is not None
 
 
 def prepare(connection: Connection | None, request: EngineCoreRequest) -> Prepared:
-    """Check vLLM's request against the engine, and return the checked request. Safe on any thread.
+    """Check vLLM's request, and return the checked request. Any thread can call this function.
 
     Raises:
         SpecError: the engine cannot run the request.
@@ -93,8 +95,8 @@ def prepare(connection: Connection | None, request: EngineCoreRequest) -> Prepar
 
 
 def is_small(values: object) -> bool:
-    """True if `values` has at most SMALL characters and items. For such small values, another
-    thread would cost more time than it saves.
+    """True if `values` has at most SMALL characters and items. For such small values, the use of
+    another thread takes more time than it saves.
 
     Args:
         values: a text, or lists and mappings of texts and numbers.
@@ -115,7 +117,8 @@ def is_small(values: object) -> bool:
 
 
 #: Finds the fields by which a spec names features of an SAE. A few characters in these fields stand
-#: for large vectors. The JSON text can write a field's name with escapes.
+#: for large vectors. The pattern also finds escape sequences, because JSON text can write a field's
+#: name with these.
 _ROWS = re.compile(r'"ind(?:ex|ices)"|\\u')
 
 
@@ -127,15 +130,16 @@ def is_known(text: object) -> bool:
 
 
 def is_quick(text: object, prompt_ids: object) -> bool:
-    """True if a spec is known, or is small and names no features of an SAE. The calling thread then
-    prepares the request."""
+    """True if a spec is known (`is_known`), or is small and names no features of an SAE. If the
+    prompt is small too, the calling thread prepares the request."""
     if is_known(text):
         return is_small(prompt_ids)
     return is_small((text, prompt_ids)) and not (isinstance(text, str) and _ROWS.search(text))
 
 
 async def aside(call: Callable[..., Result], *args: object, if_large: object) -> Result:
-    """The result of a call. If `if_large` is large, the call runs on another thread."""
+    """The result of `call(*args)`. If the value `if_large` is large, the call runs on another
+    thread."""
     if is_small(if_large):
         return call(*args)
     return await asyncio.to_thread(call, *args)

@@ -1,10 +1,11 @@
-"""The seams on LLMEngine, AsyncLLM and OutputProcessor for new requests.
+"""Wraps the methods of LLMEngine, AsyncLLM and OutputProcessor that add requests.
 
-Owns:  the request's ticket.
+Owns:  the code that makes the ticket of a request.
 Runs:  in the front-end process, on its main thread or event loop.
 From:  prepared (the checked spec).   To: results.inbox, engine.core (the ticket), outputs.
 
-Promise: a caller's SamplingParams never change. A request without a scope takes vLLM's path.
+Promise: the SamplingParams object of a caller never changes. vLLM handles a request without a scope
+as usual.
 """
 
 from __future__ import annotations
@@ -58,13 +59,14 @@ from vllm_scope.results.buffer import Pending
 from vllm_scope.results.inbox import inbox
 
 T = TypeVar("T")
-#: The checked request that the running code adds to the engine; None for an unchecked request.
+#: The checked request that the current `prepared_as` block adds to the engine; None if the request
+#: is not checked yet.
 _ahead: ContextVar[Prepared | None] = ContextVar("vllm_scope_ahead", default=None)
 
 
 @contextmanager
 def prepared_as(found: Prepared | None) -> Iterator[None]:
-    """If the `with` block adds a request, the request uses `found` and is not checked again. If
+    """A request that is added in the `with` block uses `found`, and is not checked again. If
     `found` is None, the request is checked as usual."""
     token = _ahead.set(found)
     try:
@@ -84,7 +86,7 @@ def _open(
     """Make a request's buffer. Replace the spec in the request by the ticket.
 
     Args:
-        parent: vLLM's ParentRequest of a request with several completions (n > 1); else None.
+        parent: vLLM's ParentRequest if the request has several completions (n > 1), otherwise None.
         child: the completion's index in the request.
         held: digests of the vectors that EngineCore holds.
     """
@@ -119,8 +121,8 @@ def _open(
 
 
 def _is_answered(connection: Connection, prepared: Prepared, params: object) -> bool:
-    """True if workers send this process data for the request: rows, numbers, decisions, the error
-    of a function, or a message for each request."""
+    """True if workers send this process data for the request: rows, scores, a policy's decisions,
+    the error of a function, or a message that workers send for each request."""
     return prepared.answered or connection.always_answers or functions.has(params)
 
 
@@ -129,7 +131,7 @@ class _Shared:
     """The data that the completions of one request share.
 
     Attributes:
-        prepared: None before the first completion enters.
+        prepared: the checked request; None before the first completion enters.
     """
 
     prepared: Prepared | None = None
@@ -140,13 +142,13 @@ class _Shared:
         return secrets.token_hex(16)
 
 
-#: vLLM's ParentRequest -> the data that its completions share.
+#: Maps vLLM's ParentRequest to the data that the completions of this request share.
 _shared: Beside[_Shared] = Beside()
 
 
 def _shared_of(parent: ParentRequest | None) -> _Shared:
-    """The data that the completions of a parent share. A request with one completion has no parent,
-    and gets a new _Shared."""
+    """The data that the completions of a ParentRequest share. A request with one completion has no
+    parent, and gets a new _Shared."""
     if parent is None:
         return _Shared()
     return _shared.of(parent) or _shared.put(parent, _Shared())
@@ -158,7 +160,7 @@ def _prepared_of(
     """The checked request, as one object for all completions of the request.
 
     Raises:
-        SpecError: as `prepare`.
+        SpecError: the engine cannot run the request.
     """
     shared = _shared_of(parent)
     if shared.prepared is None:
@@ -170,7 +172,7 @@ def _prepared_of(
 
 
 def _is_of(found: Prepared, request: EngineCoreRequest) -> bool:
-    """True if the request has the prompt and the `max_tokens` of `found`."""
+    """True if the request has the same prompt and the same `max_tokens` as `found`."""
     same_length = found.max_tokens == (request.sampling_params.max_tokens or 1)
     return same_length and found.prompt_ids == request.prompt_token_ids
 
@@ -178,14 +180,14 @@ def _is_of(found: Prepared, request: EngineCoreRequest) -> bool:
 async def _prepare_ahead(
     engine: AsyncLLM, params: SamplingParams, prompt: object
 ) -> Prepared | None:
-    """Prepare a large request with several completions on another thread. None for other requests.
+    """Prepare a large request with several completions on another thread. Otherwise return None.
 
-    vLLM adds all completions without an await. After this function, the event loop could not serve
-    other requests during the check.
+    vLLM adds all completions of a request without an await. If the check ran at that time, the
+    event loop could not serve other requests during the check.
     vllm 0.31 to 0.33, v1/engine/async_llm.py, AsyncLLM.add_request
 
     Raises:
-        SpecError: as `prepare`.
+        SpecError: the engine cannot run the request.
     """
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
     if ids is None or not asks(params) or getattr(params, "n", 1) == 1:
@@ -251,7 +253,8 @@ def _translated(
     args: tuple[object, ...],
     kwargs: dict[str, object],
 ) -> tuple[Any, tuple[object, ...], dict[str, object]]:
-    """(params, args, kwargs). The params have a spec in place of other systems' keys."""
+    """Returns the SamplingParams, args and kwargs of a call. In the SamplingParams, a spec replaces
+    the keys of other systems."""
     given = params_of(args, kwargs, 2)
     connection = connections.of(engine.output_processor)
     with Refusing():
@@ -285,7 +288,7 @@ def _add_sync(original: Callable[..., T], self: LLMEngine, *args: object, **kwar
     try:
         return original(self, *args, **kwargs)
     except ScopeError:
-        # EngineCore is in this process, and EngineCore refused the request.
+        # The EngineCore in this process refused the request.
         self.abort_request([kwargs["request_id"] if "request_id" in kwargs else args[0]])
         raise
 
@@ -329,8 +332,8 @@ async def _add_one_async(
     *args: object,
     **kwargs: object,
 ) -> None:
-    """AsyncLLM._add_request, which calls the output processor on the event loop. Before that call,
-    another thread prepares a large request."""
+    """AsyncLLM._add_request, which calls the output processor on the event loop. If the request is
+    large, another thread prepares the request before this call."""
     params = request.sampling_params
     found = _ahead.get()
     if (
@@ -347,7 +350,8 @@ async def _add_one_async(
         try:
             await original(self, request, prompt, parent_req, *args, **kwargs)
         except asyncio.CancelledError:
-            # If the caller is cancelled while vLLM adds the request, vLLM itself keeps the request.
+            # If the caller is cancelled while vLLM adds the request, vLLM itself does not abort the
+            # request.
             # vllm 0.30 to 0.33, v1/engine/async_llm.py, AsyncLLM.generate: `q` is None then
             name = getattr(request, "external_req_id", None) or request.request_id
             await self.abort([name])
@@ -362,8 +366,8 @@ def _add_several(
     *args: object,
     **kwargs: object,
 ) -> T:
-    """OfflineInferenceMixin._render_and_add_requests. If there are several prompts, a refusal's
-    error text names the prompt."""
+    """OfflineInferenceMixin._render_and_add_requests. If there are several prompts and one prompt
+    is refused, the error names this prompt."""
     number = 0
 
     def counted() -> Iterator[object]:
@@ -381,8 +385,8 @@ def _add_several(
 
 @cache
 def wrap_llm() -> None:
-    """Wrap the loop of LLM.generate. Only a process that has imported the loop's module calls this
-    function, because the import takes time."""
+    """Wrap the function in which LLM.generate adds requests. Only a process that has already
+    imported the module of this function calls `wrap_llm`, because the import takes time."""
     wrapping.wrap("OfflineInferenceMixin._render_and_add_requests", _add_several)
 
 

@@ -1,8 +1,8 @@
-"""Requests that have entered, and their completions.
+"""Stores the requests that have entered, and their completions.
 
 Owns:  Running and Live, and the tables of Running and Live objects.
 Runs:  in the front-end process, on its main thread or event loop.
-From:  requests, which stores a Running for vLLM's RequestState.   To: outputs, http.
+From:  requests (stores a Running for each RequestState of vLLM).   To: outputs, http.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 
 class Running:
-    """A request that has entered, and the data for its outputs.
+    """A request that has entered, with the data that its outputs need.
 
     Attributes:
-        text: the spec.
+        text: the JSON text of the request's spec.
         vectors: True if the request edits or probes. EngineCore can still refuse such a request.
-        texts: the text that each generated token added to the answer; empty without probes. A
-            stop token without text in the answer has no entry.
+        texts: the text that each generated token added to the answer; empty if there are no probes.
+            A stop token without text in the answer has no entry.
     """
 
     def __init__(
@@ -56,17 +56,19 @@ class Running:
         return decode_next
 
     def output_ids(self) -> list[int]:
-        """All generated tokens so far. Snapshots share the returned list. Later calls extend it."""
+        """All tokens that were generated so far. Snapshots share the returned list, and later calls
+        append tokens to the list."""
         every, known = self._detokenizer.token_ids, self._output_ids
         count = self._detokenizer.num_output_tokens()
-        if count < len(known):  # a stop string has removed tokens
+        if count < len(known):  # a stop string has removed tokens from the output
             known = self._output_ids = known[:count]
         known.extend(every[len(every) - count + len(known) :])
         return known
 
     def give(self, output: RequestOutput, completion: CompletionOutput) -> None:
         """Set the completion's current result, and call the request's decorators."""
-        # `num_seen` is read before the snapshot. Data that arrives in between then counts as new.
+        # `num_seen` is read before the snapshot is taken, so that data that arrives in between
+        # counts as new.
         num_seen = self.pending.num_came
         completion.scope = self.pending.snapshot(self.output_ids(), completion.finish_reason)
         completion.scope_texts = self.texts
@@ -79,7 +81,7 @@ class Running:
             try:
                 decorate(output, completion)
             except Exception as error:
-                # Only this request fails. The step's other outputs continue.
+                # Only this request fails. The other outputs of the step are returned as usual.
                 logger.exception("vllm-scope: output %s was not decorated", output.request_id)
                 self.pending.error = self.pending.error or (
                     "the other data of this output, besides its rows, could not be made "
@@ -96,7 +98,7 @@ class Live:
 
     Attributes:
         running: the completion's request; None if EngineCore refused a request without a spec.
-        num_seen: `Pending.num_came` at the last snapshot; -1 before the first snapshot.
+        num_seen: the value of `Pending.num_came` at the last snapshot; -1 before the first.
         refusal: the error with which EngineCore refused the request, or None.
     """
 
@@ -105,13 +107,13 @@ class Live:
     refusal: ScopeError | None = None
 
 
-#: vLLM's RequestState -> its Running.
+#: Maps vLLM's RequestState to the Running of the same request.
 runs: Beside[Running] = Beside()
-#: vLLM's CompletionOutput -> its Live, until the completion has its last result.
+#: Maps vLLM's CompletionOutput to its Live, until the completion has its last result.
 lives: Beside[Live] = Beside()
 
 
 def running_of(completion: object) -> Running | None:
-    """The request of a completion whose result can still change; otherwise None."""
+    """The Running of a completion whose result can still change; None for all other completions."""
     live = lives.of(completion)
     return None if live is None else live.running

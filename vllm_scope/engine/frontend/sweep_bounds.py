@@ -1,6 +1,6 @@
-"""Which texts, tokens and log-probabilities of a sweep an engine's model allows.
+"""Checks which texts, tokens and log-probabilities a sweep can use on an engine.
 
-Owns:  Bounded and NoTokenizer (tokenizers of a Plan), the checks, and `cells_at_once`.
+Owns:  Bounded and NoTokenizer (the tokenizers that a Plan uses), the checks, and `cells_at_once`.
 Runs:  in the front-end process, before a sweep's first request.
 To:    sweeping.
 """
@@ -12,7 +12,7 @@ from typing import Any, Final
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.sweeps.plan import Tokenizer
 
-#: The largest number of log-probabilities in the engine, of all cells together.
+#: The largest number of log-probabilities that all cells in the engine can have together.
 MAX_LOGPROBS: Final = 1 << 22
 
 
@@ -30,9 +30,9 @@ class NoTokenizer:
 
 class Bounded:
     """A tokenizer that refuses texts that are too long for the engine. If a text has more
-    characters than any prompt of this engine, the text is refused before encoding, as in vLLM. If
-    a text has too many tokens, the text is refused after encoding, before the next text.
-    Source: vllm 0.30 to 0.33, renderers/params.py, TokenizeParams._text_len_check
+    characters than any prompt of this engine can have, the text is refused before it is encoded, as
+    in vLLM. If a text has too many tokens, the text is refused as soon as it is encoded. Source:
+    vllm 0.30 to 0.33, renderers/params.py, TokenizeParams._text_len_check
     """
 
     def __init__(self, tokenizer: Tokenizer, model: Any) -> None:
@@ -73,7 +73,7 @@ def check_logprobs(model: Any, token_ids: list[tuple[int, ...]]) -> None:
     """Raises SpecError if the engine does not return the log-probabilities that a metric needs.
 
     Args:
-        token_ids: for each prompt the tokens that the metric needs; empty for all tokens.
+        token_ids: for each prompt, the tokens that the metric needs; empty if it needs all tokens.
     """
     num_tokens = model.get_vocab_size()
     for i, ids in enumerate(token_ids):

@@ -31,14 +31,14 @@ from vllm_scope.sweeps.table import SweepTable
 OnCell = Callable[[Cell], object]
 Progress = bool | Literal["map"]
 
-#: A task that waits for the answer to a request -> the request.
+#: Maps each task that waits for an answer to the request of this answer.
 _Tasks = dict["asyncio.Task[RequestOutput | ScopeError]", Request]
 
 
 @contextmanager
 def showing(plan: Plan, progress: Progress) -> Iterator[Callable[[], object]]:
-    """Show a progress bar of the cells, or a map of the cells, or nothing. Yields a function that
-    the caller must call after each cell.
+    """Show the progress of a sweep as a progress bar or as a map of the cells, or show nothing.
+    Yields a function that the caller must call after each cell.
 
     Raises:
         SpecError: `progress` is not True, False or "map".
@@ -52,7 +52,7 @@ def showing(plan: Plan, progress: Progress) -> Iterator[Callable[[], object]]:
         with shown_live(plan.table.picture) as changed:
             yield changed
     elif progress:
-        from tqdm.auto import tqdm  # vLLM also depends on tqdm
+        from tqdm.auto import tqdm  # installed, because vLLM depends on tqdm
 
         with tqdm(total=plan.num_cells, desc="Sweep", unit=" cells") as bar:
             yield bar.update
@@ -108,16 +108,17 @@ async def run_async(
 async def follow(
     engine: AsyncLLM, sweeping: Sweeping, tell: Callable[[Cell | None], object]
 ) -> None:
-    """Run a sweep to its end. If the sweep is cancelled, or `tell` raises, its requests end.
+    """Run a sweep to its end. If the sweep is cancelled, or `tell` raises an error, the sweep's
+    requests are cancelled.
 
     Args:
-        tell: called with each cell that arrives, and with None for other answers.
+        tell: called with each cell that arrives, and with None for each answer that is not a cell.
     """
     running: _Tasks = {}
     names = _names()
     seldom.begin()
-    # The error of a cancelled task keeps this frame alive. Therefore this function has no task and
-    # no output in a local variable.
+    # The error of a cancelled task keeps this frame alive. Therefore this function stores no task
+    # and no output in a local variable, so that both can be freed.
     try:
         while running or not sweeping.over:
             for request in sweeping.due(_num_jobs(running.values()), tell):
@@ -151,7 +152,7 @@ async def _end(running: _Tasks) -> None:
     await asyncio.gather(*running, return_exceptions=True)
     for task in running:
         with suppress(asyncio.CancelledError):
-            task.exception()  # without this call, the task keeps its error and the error's frames
+            task.exception()  # so that the task drops its error and the error's frames
     running.clear()
 
 
@@ -171,7 +172,7 @@ def _num_jobs(running: Iterable[Request]) -> int:
 
 
 def _names() -> Iterator[str]:
-    """Ids for the requests of one sweep."""
+    """Yields the ids for the requests of one sweep."""
     prefix = f"{PREFIX}{secrets.token_hex(4)}"
     return (f"{prefix}-{i}" for i in itertools.count())
 

@@ -1,11 +1,11 @@
-"""The requests of one sweep: which requests are due, and the meaning of their answers.
+"""Makes the requests of one sweep, and turns their answers into cells.
 
 Owns:  Sweeping.
 Runs:  in the front-end process, on the caller's thread or event loop.
-From:  sweeps.plan (the jobs), sweep_bounds.   To: sweep_runs, which sends the requests.
+From:  sweeps.plan (the jobs), sweep_bounds.   To: sweep_runs (sends the requests).
 
-The cells of a prompt differ only in the place and the numbers of their edits. Therefore the check
-of the first cell holds for all cells of the prompt.
+The cells of a prompt differ only in the place and the numbers of their edits. Therefore one check
+is enough for all cells of the prompt.
 """
 
 from __future__ import annotations
@@ -47,18 +47,19 @@ from vllm_scope.sweeps.source import ReadRows
 from vllm_scope.sweeps.sweep import Sweep
 from vllm_scope.sweeps.yielding import SWEPT, Yielding
 
-#: The largest number of cells in one request, and the largest number of bytes of the rows and
-#: vectors in their edits. EngineCore makes the requests of these cells without a pause.
+#: The largest number of cells in one request, and the largest number of bytes that the rows and
+#: vectors in their edits can have. Both numbers are small, because EngineCore makes the variants
+#: for all cells of a request without a pause.
 CELLS_TOGETHER: Final = 16
 BYTES_TOGETHER: Final = 1 << 20
-#: The first characters of the request ids of this process's sweeps. No client can guess them.
+#: The prefix of the request ids of this process's sweeps, which no client can guess.
 PREFIX: Final = f"{SWEPT}{secrets.token_hex(8)}-"
 
 
 @dataclass(frozen=True)
 class Request:
     """One request to vLLM, for one job or for several cells. If there are several cells, EngineCore
-    makes a request of each cell.
+    makes one variant for each cell.
 
     Attributes:
         prepared: the checked request; None if the front-end must check the request as usual.
@@ -75,12 +76,12 @@ class Sweeping:
 
     Args:
         share: the part of a step's sequences and tokens that cells use. If the engine has other
-            requests, the engine has cells for `share / 5` of the time (sweeps.yielding).
-        alone: True if the engine has no other requests. The sweep then looks for no other requests,
-            and has twice as many cells in the engine. Therefore the engine can compute a step while
-            this process takes the answers of the last step.
-        tokenizer: None for the engine's tokenizer, which is allowed only on the event loop.
-        most_cells: as for Plan.
+            requests, cells run for only `share / 5` of the time (sweeps.yielding).
+        alone: True if the engine has no other requests. In this case, the sweep does not look for
+            other requests, and sends the cells of two steps. The engine can then compute a step
+            while this process takes the answers of the last step.
+        tokenizer: None for the engine's tokenizer, which only the event loop's thread can use.
+        most_cells: the argument `most_cells` of Plan.
     """
 
     def __init__(
@@ -105,8 +106,9 @@ class Sweeping:
         self._alone, self._config, self._processor = alone, config, engine.output_processor
         self._yielding = Yielding(share)
         self.take_share(share)
-        # One check is not enough with a module, because only EngineCore has the module's vectors.
-        # One check is not enough with receivers, because the requests differ in their reads.
+        # If a sweep has a steering module, one check is not enough, because only EngineCore has the
+        # module's vectors. If a sweep has receivers, one check is not enough, because the requests
+        # differ in their reads.
         alike = sweep.module is None and sweep.receivers is None
         self._alike = Alike.of_engine(engine) if alike else None
         self._jobs = _Peekable(self.plan.jobs())
@@ -118,7 +120,7 @@ class Sweeping:
         return self._jobs.over
 
     def take_share(self, share: float) -> None:
-        """From now on use this share of a step."""
+        """Set the share of a step that cells use from now on."""
         scheduler, longest = self._config.scheduler_config, max(map(len, self.plan.ids))
         batch = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // longest)
         most = max(1, int(share * batch)) * (2 if self._alone else 1)
@@ -127,14 +129,14 @@ class Sweeping:
         self._yielding.share = share
 
     def _others(self) -> bool:
-        """True if this process has requests in the engine outside its sweeps. The answers to cells
-        say whether the engine has requests of other front-ends."""
+        """True if this process has requests in the engine that belong to no sweep. The requests of
+        other front-ends are not counted, because the answers to cells report them."""
         names = () if self._alone else self._processor.request_states
         return not all(name.startswith(PREFIX) for name in names)
 
     @property
     def pause(self) -> float:
-        """The seconds for which `due` yields no requests if the engine has no cells."""
+        """The time in seconds for which `due` yields no requests while the engine has no cells."""
         return self._yielding.pause
 
     @property
@@ -152,7 +154,7 @@ class Sweeping:
         """The requests to send now, if the engine has `num_running` cells.
 
         Args:
-            tell: called with each cell whose edit is not possible.
+            tell: called with each cell whose edit cannot be applied.
         """
         waits: bool | None = None
         while (job := self._sendable(tell)) is not None:
@@ -165,7 +167,7 @@ class Sweeping:
                 return
             num = self._num_together(job, most - num_running if yields else most // 4)
             if num_running and num > most - num_running:
-                return  # after other cells have ended, one request can have more cells
+                return  # wait until other cells have ended, and then send more cells in one request
             with naming(job.name):
                 request = self._request(self._first(num))
             num_running += len(request.jobs)
@@ -174,21 +176,21 @@ class Sweeping:
             yield request
 
     def _sendable(self, tell: Callable[[Cell | None], object]) -> Job | None:
-        """The next job that can be sent now, or None. Earlier jobs with an error are taken. `tell`
-        gets the cells of these jobs."""
+        """The next job that can be sent now, or None. Jobs with an error before this job are taken
+        without being sent, and `tell` gets their cells."""
         while (job := self._jobs.peek()) is not None and job.error is not None:
             tell(self.plan.take(self._jobs.next(), None, None, job.error))
         return job
 
     def _num_together(self, job: Job, most: int) -> int:
-        """The largest number of jobs, from this job on, in one request: 1 to `most`."""
+        """The largest number of jobs in one request that begins with this job: 1 to `most`."""
         if self._alike is None or job.place is None or self._connection.always_answers:
             return 1
         return max(1, min(CELLS_TOGETHER, most))
 
     def _first(self, num: int) -> tuple[Job, ...]:
-        """Take the next job, and later jobs that fit into the same request: at most `num` jobs in
-        total."""
+        """Take the next job, and the jobs after it that fit into the same request. In total, take
+        at most `num` jobs."""
         jobs = [self._jobs.next()]
         num_bytes = jobs[0].num_bytes
         while len(jobs) < num:
@@ -212,11 +214,12 @@ class Sweeping:
         return Request(jobs, prompt, asking(params), cells_of(self._alike, jobs, params))
 
     def take(self, request: Request, output: RequestOutput | ScopeError) -> Iterator[Cell | None]:
-        """Take the answer to a request. Yields the result of Plan.take for each of its jobs."""
+        """Take the answer to a request. Yields the result of Plan.take for each job of the
+        request."""
         job = request.jobs[0]
         if isinstance(output, CapacityError) and job.place is None:
             with naming(job.name):
-                raise output  # without the rows of this job, the prompt has no cells
+                raise output  # the cells of the prompt need this job's rows
         if isinstance(output, ScopeError):
             yield from self._failed(request, str(output))
             return
@@ -246,8 +249,8 @@ class Sweeping:
             yield self.plan.take(job, None if error else logprobs[i], None, error)
 
     def _rows(self, result: Any, job: Job) -> ReadRows:
-        """The rows that a job has read. The budget counts these rows until the cells of the prompt
-        were sent. Raises CapacityError if the budget has no room."""
+        """The rows that a job has read. The rows use a part of the budget until all cells of the
+        prompt have been sent. Raises CapacityError if the budget has no room."""
         sites = self._connection.sites
         size = max(sites.row_size(read.site) for read in job.actions if isinstance(read, Read))
         row_bytes = size * getattr(torch, sites.dtype).itemsize
@@ -255,8 +258,8 @@ class Sweeping:
 
 
 def cells_of(alike: Alike, jobs: Sequence[Job], params: Any) -> Prepared:
-    """The checked request of some cells of a prompt. The cells of a prompt differ only in the place
-    and the numbers of their edits. Therefore the check of the first cell holds for all cells.
+    """The checked request of some cells of a prompt. The check of the prompt's first cell is enough
+    for all cells of the prompt.
 
     Raises:
         SpecError: the engine cannot run the first cell of the prompt.
@@ -266,7 +269,7 @@ def cells_of(alike: Alike, jobs: Sequence[Job], params: Any) -> Prepared:
 
 
 class _Peekable:
-    """An iterator of jobs that can show the next job without taking the job."""
+    """An iterator of jobs, which can return the next job without taking the job."""
 
     def __init__(self, jobs: Iterator[Job | None]) -> None:
         self._jobs = jobs
@@ -275,7 +278,7 @@ class _Peekable:
         self.over = False
 
     def peek(self) -> Job | None:
-        """The next job. None if the job must wait for an answer, or if all jobs were taken."""
+        """The next job. None if the job must wait for an answer, or if there are no more jobs."""
         if self._next is None and not self.over:
             try:
                 self._next = next(self._jobs)
@@ -306,8 +309,8 @@ def _logprobs(found: Any, asked: Sequence[int]) -> Logprobs:
 
 
 def params_of(token_ids: tuple[int, ...]) -> Any:
-    """SamplingParams for one token, with the log-probabilities of these tokens (of all tokens, if
-    `token_ids` is empty)."""
+    """SamplingParams that ask for one token, and for the log-probabilities of `token_ids`. If
+    `token_ids` is empty, the answer has the log-probabilities of all tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -319,7 +322,7 @@ def params_of(token_ids: tuple[int, ...]) -> Any:
 
 
 def _connection_of(engine: Engine) -> Connection:
-    """The engine's Connection. Raises SpecError if its model has no taps."""
+    """The engine's Connection. Raises SpecError if the engine's model has no taps."""
     connection = connections.of(engine.output_processor)
     if connection is None:
         raise SpecError(NO_TAPS)

@@ -1,12 +1,13 @@
-"""Translates other systems' keys in `extra_args` to actions.
+"""Translates the keys of other systems in `extra_args` to actions.
 
-Owns:  the translators by key, and a request's SamplingParams after translation.
+Owns:  the registered translators, and the code that replaces their keys in a request's
+       SamplingParams by a spec.
 Runs:  in the front-end, before the check of a request and when outputs are returned.
-From:  compat, which registers translators.   To: requests, outputs.
+From:  compat (registers translators).   To: requests, outputs.
 
-Promise: after translation, a request has an ordinary spec. A translator decorates only the outputs
-of its own requests. A translator's error affects only these requests. An error of the spec names
-the fields that the caller wrote (`in_words`).
+Promise: after translation, a request has an ordinary spec. A translator changes only the outputs of
+requests that have the translator's keys. If a translator fails, only these requests get an error.
+If the spec is not valid, the error names the fields that the caller wrote (`in_words`).
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ Params = TypeVar("Params", bound=SamplingParams)
 #: The key of `extra_args` that holds a request's Decorators until the front-end removes them.
 DECORATORS = "scope_decorators"
 
-#: Gets (output, completion) after each new snapshot, `completion.scope`. A decorator must be quick,
-#: because it runs on the event loop.
+#: A function that gets the output and the completion after each new snapshot (`completion.scope`).
+#: A decorator must be quick, because decorators run on the event loop.
 Decorator = Callable[[RequestOutput, CompletionOutput], None]
 
 
@@ -46,15 +47,15 @@ class Translation(Struct, frozen=True):
     """The meaning of some keys of a request.
 
     Attributes:
-        actions: empty if the keys ask for nothing.
-        decorate: gives outputs the attributes that users of the keys expect.
-        functions: Python functions that run between layers; only together with actions. `decorate`
-            must hold a reference to `functions`.
-        paths: path of an action or of its field, such as "edits[3]" or "edits[3].vector" -> the
-            caller's words, for errors. The number in a path is the action's index among the actions
-            of its kind in `actions`. `named` makes `paths`.
-        check: gets the SAEs that the engine holds, by name. Raises SpecError if these SAEs do not
-            fit the keys.
+        actions: the actions with the same meaning; empty if the keys request nothing.
+        decorate: sets the attributes of outputs that users of the keys expect.
+        functions: Python functions that run between layers; only allowed together with actions.
+            `decorate` must hold a reference to `functions`.
+        paths: maps the path of an action or of its field, such as "edits[3]" or "edits[3].vector",
+            to the caller's words, which replace the path in errors. The number in a path is the
+            action's index among the actions of the same kind in `actions`. `named` makes `paths`.
+        check: a function that gets the SAEs that the engine holds, by name. The function raises
+            SpecError if these SAEs do not fit the keys.
     """
 
     actions: tuple[Action, ...] = ()
@@ -68,7 +69,7 @@ class Decorators(Struct, frozen=True):
     """The decorators and paths of a request's translations.
 
     Attributes:
-        paths: as in Translation, but the index counts all actions of that kind in the request.
+        paths: like Translation.paths, but the index counts all actions of that kind in the request.
     """
 
     each: tuple[Decorator, ...] = ()
@@ -78,21 +79,22 @@ class Decorators(Struct, frozen=True):
         return iter(self.each)
 
     def __deepcopy__(self, memo: object) -> Decorators:
-        # vLLM copies the parameters of each request, and decorators can hold vectors.
+        # vLLM copies the parameters of each request. A copy of decorators would take time, because
+        # decorators can hold vectors.
         return self
 
 
-#: Gets the request's values of the translator's keys, by key, and the engine's sites. Raises
-#: SpecError if the keys ask for something impossible.
+#: A function that gets the values of the translator's keys in a request, by key, and the engine's
+#: sites. The function raises SpecError if the keys request something that is not possible.
 Translator = Callable[[Mapping[str, object], Sites], Translation]
-#: An engine's VllmConfig -> values that are added to every request. None: only requests with the
-#: keys are translated.
+#: A function that gets an engine's VllmConfig and returns the values to add to every request. If
+#: the function returns None, only requests with the keys are translated.
 Everywhere = Callable[[VllmConfig], Mapping[str, object] | None]
 
 
 @dataclass(frozen=True)
 class Uncounted:
-    """A value of `extra_args` that only its translator visits.
+    """A value of `extra_args` whose content only its translator reads.
 
     vLLM visits all dicts and lists in `extra_args`, which takes 0.6 s for 600,000 numbers. vLLM
     does not visit the content of an Uncounted. A translator counts the items of a value before it
@@ -113,16 +115,16 @@ class _Entry:
     everywhere: Everywhere | None
 
     def of_all(self, vllm_config: VllmConfig) -> Mapping[str, object] | None:
-        """The current values that `everywhere` adds to each request; None without values."""
+        """The values that `everywhere` now adds to each request; None if it adds no values."""
         return None if self.everywhere is None else self.everywhere(vllm_config)
 
 
-#: The translators that apply to a request, each with the current values of its `everywhere`.
+#: The translators that apply to a request, each with the values that its `everywhere` returns.
 Applying = Sequence[tuple[_Entry, Mapping[str, object] | None]]
 
 _entries: dict[str, _Entry] = {}
 _keys: frozenset[str] = frozenset()
-#: The entries with an `everywhere`.
+#: The translators that have a function `everywhere`.
 _everywhere: tuple[_Entry, ...] = ()
 
 
@@ -132,8 +134,9 @@ def register(
     """Register a translator, or replace the translator of this name.
 
     Args:
-        keys: the translator's keys of `extra_args`. No other translator is allowed to have them.
-        translate: called for each request with one of the keys.
+        keys: the translator's keys of `extra_args`. No other translator is allowed to have these
+            keys.
+        translate: the function that is called for each request with one of the keys.
         everywhere: if this function returns values, `translate` is called for every request.
     """
     global _keys, _everywhere
@@ -166,15 +169,15 @@ def keys() -> frozenset[str]:
 
 
 def translated(params: Params, applied: Applying, sites: Sites, saes: Mapping[str, Sae]) -> Params:
-    """A copy of SamplingParams with a spec in place of the keys. Without a translator: the same
-    object.
+    """A copy of SamplingParams with a spec in place of the keys. If no translator applies, the
+    result is `params` itself.
 
     Args:
         applied: the result of `applying` for these parameters.
         saes: the SAEs that the engine holds, by name.
 
     Raises:
-        SpecError: the keys ask for something impossible.
+        SpecError: the keys request something that is not possible.
     """
     if not applied:
         return params
@@ -199,18 +202,18 @@ def translated(params: Params, applied: Applying, sites: Sites, saes: Mapping[st
     return params
 
 
-#: (a request's spec, ids of added actions) -> (the added actions, the joined spec, its paths). An
-#: entry keeps its actions alive, because a freed action's id could be the id of a new object.
-#: Monitors add the same actions to every request.
+#: Maps a request's spec and the ids of the added actions to the added actions, the joined spec and
+#: its paths. This table saves time, because monitors add the same actions to every request. An
+#: entry keeps its actions alive, because a new object could get the id of a freed action.
 _known: Remembered[tuple[object, ...], tuple[list[Action], str, dict[str, str]]]
 _known = Remembered(16 << 20)
-#: The length of the longest spec in `_known`.
+#: The largest length of a request's own spec in the keys of `_known`.
 _LONGEST = 1 << 16
 
 
 def _joined(text: object, translations: list[Translation]) -> tuple[str, dict[str, str]]:
-    """(text of the joined spec, paths for its errors). The joined spec has the actions of `text`,
-    then the actions of the translations."""
+    """Returns the text of the joined spec, and the paths for the errors of this spec. The joined
+    spec has the actions of `text`, then the actions of the translations."""
     added = [action for each in translations for action in each.actions]
     key = (text, *map(id, added))
     known = None if any(each.paths for each in translations) else _known.get(key)
@@ -230,27 +233,28 @@ def _joined(text: object, translations: list[Translation]) -> tuple[str, dict[st
 
 
 def text_of(actions: tuple[Action, ...]) -> str:
-    """The JSON text of a spec with exactly these actions. For a request that has no other actions,
+    """The JSON text of a spec with exactly these actions. If a request has no other actions,
     `translated` makes the same text."""
     return _joined(None, [Translation(actions)])[0]
 
 
 def decorators_of(params: object) -> Decorators:
-    """The decorators and paths of a request; empty without translations."""
+    """The decorators and paths of a request; empty if the request has no translations."""
     found = (getattr(params, "extra_args", None) or {}).get(DECORATORS)
     return found if isinstance(found, Decorators) else Decorators()
 
 
-# The names of actions in errors
+# The caller's words for actions in errors
 
 
 def named(said: Iterable[tuple[Action, Mapping[str, str]]]) -> dict[str, str]:
-    """The `paths` of a Translation.
+    """Make the value of the attribute `paths` of a Translation.
 
     Args:
-        said: (action, the caller's words) for the translation's actions, in order. Key "" has the
-            words for the action. A key such as ".tokens" has the words for a field. A field without
-            words is called by the action's words and the field's name.
+        said: for each action of the translation in order, the action and a mapping of the caller's
+            words. The key "" has the words for the action. A key such as ".tokens" has the words
+            for a field of the action. A field without words gets the action's words and the field's
+            name.
     """
     counts: Counter[str] = Counter()
     paths: dict[str, str] = {}
@@ -262,13 +266,13 @@ def named(said: Iterable[tuple[Action, Mapping[str, str]]]) -> dict[str, str]:
 
 
 def in_words(text: str, paths: Mapping[str, str]) -> str:
-    """An error text in which the caller's words replace the path at its start.
+    """An error text, with the caller's words in place of the path at the start of the text.
 
     The text's advice to write `site='embed'` is removed, because a caller of another system's keys
     cannot write a site.
 
     Args:
-        paths: path of an action or of its field -> the caller's words.
+        paths: maps the path of an action or of its field to the caller's words.
     """
     if found := _PATH.match(text):
         whole, action, end = found[0], found[1], found[2] or ""
@@ -282,7 +286,7 @@ def in_words(text: str, paths: Mapping[str, str]) -> str:
 
 @contextmanager
 def called(paths: Mapping[str, str]) -> Iterator[None]:
-    """Apply `in_words` to a SpecError of the `with` block."""
+    """Apply `in_words` to a SpecError that is raised in the `with` block."""
     try:
         yield
     except SpecError as error:
@@ -293,12 +297,12 @@ _PATH = re.compile(r"(\w+(?:\[\d+\])?)(\.\w+)?")
 
 
 def _field_of(action: Action) -> str:
-    """The field of a spec that holds the action."""
+    """The name of the field of a spec that contains actions of this kind."""
     return next(name for name, cls in ACTIONS.items() if isinstance(action, cls))
 
 
 def _moved(paths: Mapping[str, str], before: Iterable[Action]) -> dict[str, str]:
-    """The paths of a translation, with numbers that also count the actions in `before`."""
+    """The paths of a translation, in which the numbers also count the actions in `before`."""
     counts = Counter(map(_field_of, before))
     moved = {}
     for path, words in paths.items():
@@ -308,8 +312,8 @@ def _moved(paths: Mapping[str, str], before: Iterable[Action]) -> dict[str, str]
 
 
 class OfEach(Mapping[object, object]):
-    """The attribute of an output with several completions, which have different values. Any use as
-    a mapping (index, iteration, length, truth) raises ScopeError."""
+    """The value of an output's attribute, if the completions have different values. Any use as a
+    mapping (index, iteration, length, truth) raises ScopeError."""
 
     def __init__(self, name: str, number: int) -> None:
         self._name, self._number = name, number
@@ -328,7 +332,7 @@ class OfEach(Mapping[object, object]):
 
 def give(output: RequestOutput, completion: CompletionOutput, name: str, value: object) -> None:
     """Set an attribute of a completion and of its output. If the output has several completions,
-    the output's attribute is an OfEach."""
+    the value of the output's attribute is an OfEach."""
     setattr(completion, name, value)
     alone = len(output.outputs) == 1
     setattr(output, name, value if alone else OfEach(name, len(output.outputs)))

@@ -1,8 +1,8 @@
-"""The calls by which the operator's routes use the engine.
+"""Calls the engine for the operator's routes.
 
-Owns:  EngineCalls, which implements server.access.Engine.
+Owns:  EngineCalls (implements server.access.Engine).
 Runs:  in the API server, on its event loop.
-From:  serving, which makes an EngineCalls for an app.   To: engine.frontend.connection.
+From:  serving (makes an EngineCalls for each app).   To: engine.frontend.connection.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from vllm_scope.sweeps.wire import AskedSweep
 
 
 class EngineCalls:
-    """The engine calls of the operator's routes.
+    """Makes the calls to the engine for the operator's routes.
 
-    EngineCore returns the registry's errors as text. This class raises such a text as a SpecError.
+    EngineCore returns the registry's errors as text. This class raises a SpecError with the same
+    text.
     """
 
     def __init__(self, engine: AsyncLLM) -> None:
@@ -40,7 +41,7 @@ class EngineCalls:
 
     async def describe(self) -> dict[str, object]:
         every = await self._answers("scope_describe")
-        # Each pipeline stage has only the kernels of its own layers.
+        # Each pipeline stage reports only the attention kernels of its own layers.
         kernels = {k: v for one in every for k, v in one["sites"]["kernels"].items()}
         return {**every[0], "sites": {**every[0]["sites"], "kernels": kernels}}
 
@@ -127,7 +128,7 @@ class EngineCalls:
 
 
 def _running(replicas: Sequence[Sequence[dict[str, Any]]]) -> int:
-    """The number of running requests.
+    """The number of running requests in all replicas.
 
     Args:
         replicas: the answers to `scope_counters`, by replica and worker.
@@ -137,7 +138,8 @@ def _running(replicas: Sequence[Sequence[dict[str, Any]]]) -> int:
 
 
 def _doubt_modules(engine: AsyncLLM) -> None:
-    """Record a change of names. The next request with a module's name then asks the engine."""
+    """Record that the names of steering modules have changed. Before the next request that names a
+    steering module, the front-end then asks the engine for the names."""
     connection = connections.of(engine.output_processor)
     if connection is not None:
         connection.doubt_modules()

@@ -1,12 +1,12 @@
-"""`vllm serve`: adds a scope to each answer, and adds our routes.
+"""Adds a scope to each answer of `vllm serve`, and adds this package's routes.
 
-Owns:  the seams on vLLM's HTTP server: its app, and its two completion paths.
+Owns:  the wrappers of the app of vLLM's HTTP server, and of the handlers that make completions.
 Runs:  in each API server process.
-To:    server, which does not import vLLM.
+To:    server (does not import vLLM).
 
-Promise: a request without a scope takes vLLM's path. A request with a scope, or with a translator's
-keys, gets its data, or an error with the reason. If the answers of a path have no field for a
-scope, a request with a scope always gets an error.
+Promise: vLLM handles a request without a scope as usual. A request with a scope, or with a
+translator's keys, gets its data, or an error with the reason. On a path whose answers have no field
+for a scope, each request with a scope, or with a translator's keys, gets an error.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PATHS = ("/v1/completions", "/v1/chat/completions")
-#: The most tokens by which a token's data can come after the token's text.
+#: The largest number of tokens by which the data in a stream can be behind the text.
 MOST_BEHIND = 2
 _LATE_POLL_S, _LATE_POLL_MOST_S = 0.002, 0.02
 
@@ -71,7 +71,8 @@ def _create(
 def _asks_us(request: Any) -> bool:
     """True if a request has a scope or a translator's key, in `vllm_xargs` or in other fields."""
     body = request.model_extra
-    # Batches of chats do not declare `vllm_xargs`, therefore the value can have any type.
+    # The request class of /v1/chat/completions/batch does not declare `vllm_xargs`, so that the
+    # value can have any type.
     xargs = getattr(request, "vllm_xargs", None)
     if isinstance(xargs, dict) and (
         any(name.startswith("scope") for name in xargs) or translators.has_keys(xargs)
@@ -88,7 +89,7 @@ def _monitored(request: Any, raw_request: Request) -> bool:
 
 
 def _misplaced(body: Mapping[str, object]) -> str | None:
-    """The error text for a scope in the wrong field of a body; None without such a scope."""
+    """The error text for a scope in the wrong field of a body; None if there is no such scope."""
     extra = body.get("extra_args")
     if "scope" in body:
         what = "'scope', which must be"
@@ -133,8 +134,9 @@ async def _create_with_scope(
         return made
     finally:
         current.reset(token)
+        # The budget counts the rows of a binary answer until the answer is sent.
         if not streams and not answer.exchange.body.binary:
-            answer.close()  # until a binary answer is sent, the budget counts its rows
+            answer.close()
 
 
 def _check_place(request: Any, raw_request: Request) -> None:
@@ -150,9 +152,10 @@ def _no_place(path: str) -> str:
 
 
 async def _stream(answer: Answer, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """The chunks with their scopes. Waits until the engine has accepted the whole request.
+    """The chunks of the answer, with their scopes. Waits until the engine has accepted the whole
+    request.
 
-    Without this wait, vLLM would answer 200 and put a refusal into the first chunk.
+    Without this wait, vLLM would answer a refused request with status 200, and then send the error.
     """
     first = asyncio.ensure_future(anext(chunks))
     opened = asyncio.ensure_future(answer.opened.wait())
@@ -169,8 +172,9 @@ async def _stream(answer: Answer, chunks: AsyncGenerator[str, None]) -> AsyncGen
     made = _chunks(answer, chunks, first)
 
     async def end() -> None:
-        # If the client disconnects during a chunk, only the garbage collector would close the
-        # generator. If the client disconnects before the first chunk, the generator never runs.
+        # Without this call, only the garbage collector would close the generator after the client
+        # has disconnected during a chunk. If the client disconnects before the first chunk, the
+        # generator never runs, and cannot cancel `first`.
         await made.aclose()
         first.cancel()
 
@@ -196,8 +200,8 @@ async def _chunks(
 def _generate(
     original: Callable[..., Outputs], self: AsyncLLM, *args: object, **kwargs: object
 ) -> Outputs:
-    """AsyncLLM.generate. The front-end's wrapper is inside this wrapper, and has added results to
-    the outputs."""
+    """AsyncLLM.generate. `original` is the wrapper of engine.frontend, which has already added
+    results to the outputs."""
     place, params = current.get(), params_of(args, kwargs, 1, "sampling_params")
     extra = getattr(params, "extra_args", None)
     ours = asks(params) or translators.has_keys(extra)
@@ -247,19 +251,20 @@ def _take(answer: Answer, prompt: int, output: Any) -> None:
 
 
 async def _catch_up(answer: Answer, prompt: int, output: Any, timeout: float) -> bool:
-    """Wait for data that is more than MOST_BEHIND tokens behind the text. Returns False if the data
-    is still missing after `timeout` seconds."""
+    """Wait until the data of the completions is at most MOST_BEHIND tokens behind their text.
+    Returns False if the data is still missing after `timeout` seconds."""
     limit, wait = time.monotonic() + timeout, _LATE_POLL_S
     while any(
         completion.finish_reason is None
         and completion.scope is not None
-        and completion.scope.error is None  # after an error no more data arrives
+        and completion.scope.error is None  # no data arrives after an error
         and answer.late(prompt, completion, MOST_BEHIND)
         for completion in output.outputs
     ):
         if time.monotonic() >= limit:
             return False
-        # Many requests can wait for a worker. Therefore the inner loop runs only `outdated`.
+        # Many requests can wait here for a worker. To save time, the inner loop calls only
+        # `outdated`.
         while time.monotonic() < limit and not outdated(output):
             await asyncio.sleep(wait)
             wait = min(1.5 * wait, _LATE_POLL_MOST_S)
@@ -274,15 +279,15 @@ def _admitted(
     *args: object,
     **kwargs: object,
 ) -> None:
-    """OutputProcessor.add_request. The front-end's wrapper is inside this wrapper, and can refuse
+    """OutputProcessor.add_request. `original` is the wrapper of engine.frontend, which can refuse
     the request."""
     original(self, request, *args, **kwargs)
     answer = current.get()
     if isinstance(answer, Answer):
         known = runs.of(self.request_states[request.request_id])
         forget = None if known is None else partial(inbox().forget, known.pending)
-        # EngineCore can still refuse a request with vectors. The request's first token shows that
-        # EngineCore has accepted the request.
+        # EngineCore can still refuse a request that edits or probes, until the request's first
+        # token arrives.
         answer.open_one(forget, sure=known is None or not known.vectors)
 
 
@@ -321,7 +326,7 @@ def _attach(original: Callable[..., object], app: FastAPI) -> None:
 async def _controlled(
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[Any]], app: FastAPI
 ) -> AsyncIterator[Any]:
-    """The app's lifespan. The configured controller runs during the lifespan."""
+    """The app's lifespan. The configured controller runs until the lifespan ends."""
     engine = getattr(app.state, "engine_client", None)
     found = None if engine is None else control.configured(engine.vllm_config)
     async with lifespan(app) as state:
@@ -332,16 +337,19 @@ async def _controlled(
             try:
                 yield state
             finally:
-                # The engine ends with the server. Therefore the earlier edits are not restored.
+                # The earlier server-wide edits are not restored, because the engine ends together
+                # with the server.
                 await asyncio.to_thread(found.close, keep=True)
 
 
 def _check_root_path(root: str | None) -> None:
-    """Check --root-path. vLLM's authentication removes the root path from a path as text, then
-    looks for /v1. The router removes only whole segments.
+    """Check the option --root-path. vLLM's authentication removes the root path from the start of a
+    path's text, and requires an API key if the rest begins with /v1. The router removes only whole
+    segments of a path.
 
     Raises:
-        ConfigError: paths below /v1 would be open without an API key.
+        ConfigError: with the given root path, requests could reach paths below /v1 without an API
+            key.
     """
     if root and (root.endswith("/") or root.startswith("/v1/") or root == "/v"):
         raise ConfigError(
@@ -361,8 +369,8 @@ _serving_wrapped = False
 
 
 def _wrap_serving() -> None:
-    """Wrap vLLM's serving classes, one time. The server calls this function at its start, after
-    vLLM has loaded the modules of these classes."""
+    """Wrap the methods of vLLM's serving classes, only once. The server calls this function when it
+    starts, after vLLM has loaded the modules of these classes."""
     global _serving_wrapped
     if _serving_wrapped:
         return
@@ -379,8 +387,8 @@ def _wrap_serving() -> None:
 
 def wrap() -> None:
     if RUN not in os.environ:
-        # The first process that runs this code is the parent of the API servers. The parent
-        # removes the servers' folders at its end.
+        # The first process that runs this code is the parent of the API servers. When the parent
+        # ends, it removes the folders of the API servers.
         run = os.environ[RUN] = secrets.token_hex(16)
         atexit.register(end_run, run, os.getpid(), os.environ.get("VLLM_SCOPE_RESULTS_DIR"))
     wrapping.wrap("register_vllm_serve_api_routers", _attach)

@@ -1,13 +1,13 @@
-"""The sweeps of an API server: which sweeps run, and each sweep's part of the batch.
+"""Runs the sweeps of an API server, and divides the share of a step among the sweeps.
 
-Owns:  SweepRun, which implements server.access.RunningSweep, and `begin`.
-Runs:  in each API server process, on its event loop. A thread plans each sweep.
+Owns:  SweepRun (implements server.access.RunningSweep), and `begin`.
+Runs:  in each API server process, on the event loop. Another thread plans each sweep.
 From:  calls.   To: engine.frontend.sweeping, sweep_runs.
 
 Promise: all sweeps of a process together use VLLM_SCOPE_SWEEP_SHARE of a step, divided by the
-number of API server processes. The API keys with sweeps get equal parts of this share. The sweeps
-of a key get equal parts of the key's part. A sweep with a very small part is still allowed one cell
-in the engine.
+number of API server processes. Each API key that has sweeps gets an equal part of this share. The
+part of an API key is divided equally among the sweeps of this key. Even a sweep with a very small
+part is allowed to have one cell in the engine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Room:
         self._of: defaultdict[str, list[SweepRun]] = defaultdict(list)
 
     def enter(self, run: SweepRun) -> None:
-        """Add a sweep. Raises CapacityError if the room is full."""
+        """Add a sweep. Raises CapacityError if too many sweeps are running already."""
         own, every = self._of.get(run.owner, []), sum(map(len, self._of.values()))
         if every >= MOST_SWEEPS or len(own) >= most_of_one(MOST_SWEEPS):
             raise CapacityError(
@@ -63,22 +63,23 @@ class Room:
             self.divide()
 
     def divide(self) -> None:
-        """Set each sweep's part of the batch."""
+        """Set the part of the process's share that each sweep can use."""
         for runs in self._of.values():
             for run in runs:
                 run.take_part(1 / len(self._of) / len(runs))
 
 
-#: vLLM's OutputProcessor -> the sweeps of its engine in this process; a tokenizer for threads.
+#: Two tables that map vLLM's OutputProcessor: `_rooms` to the sweeps of the same engine in this
+#: process, and `_tokenizers` to a tokenizer that another thread can use.
 _rooms: Beside[Room] = Beside()
 _tokenizers: Beside[Any] = Beside()
 
 
 class SweepRun:
-    """One sweep of an HTTP request.
+    """The sweep of one HTTP request.
 
     Args:
-        share: the part of a step that all sweeps of this process use together.
+        share: the part of a step that all sweeps of this process can use together.
     """
 
     def __init__(self, engine: AsyncLLM, room: Room, owner: str, share: float) -> None:
@@ -105,7 +106,7 @@ class SweepRun:
     async def run(self, tell: Callable[[Cell], object]) -> None:
         """As server.access.RunningSweep."""
         assert self._sweeping is not None
-        current.set(None)  # cells are requests of the sweep, not of the route
+        current.set(None)  # the wrappers in `serving` must not treat cells as HTTP requests
         try:
             await follow(self._engine, self._sweeping, lambda cell: cell is not None and tell(cell))
         finally:
@@ -116,10 +117,10 @@ class SweepRun:
 
 
 async def begin(engine: AsyncLLM, asked: AskedSweep, settings: ServerSettings) -> SweepRun:
-    """Add a sweep to the running sweeps, plan it, and return its SweepRun.
+    """Add a sweep to the running sweeps, plan the sweep, and return the sweep's SweepRun.
 
     Raises:
-        SpecError: the engine cannot run the sweep. CapacityError: there are too many sweeps.
+        SpecError: the engine cannot run the sweep. CapacityError: too many sweeps are running.
     """
     num_processes = max(1, engine.vllm_config.parallel_config._api_process_count)
     limit(settings.rows_of(num_processes))
@@ -136,8 +137,8 @@ async def begin(engine: AsyncLLM, asked: AskedSweep, settings: ServerSettings) -
 
 
 async def _tokenizer_of(engine: AsyncLLM) -> Any:
-    """A copy of the engine's tokenizer, or a NoTokenizer. The engine's own tokenizer is not safe:
-    vLLM's other threads change the tokenizer's truncation setting for requests."""
+    """A copy of the engine's tokenizer, or a NoTokenizer. A sweep cannot use the engine's own
+    tokenizer, because other threads of vLLM change its truncation setting for their requests."""
     known = _tokenizers.of(engine.output_processor)
     if known is None:
         made = await asyncio.to_thread(partial(deepcopy, engine.tokenizer))

@@ -1,7 +1,7 @@
 """Attaches a ScopeWorker to each of vLLM's workers.
 
-Owns:  the seams on the worker and on its model runner, and the names of remote calls.
-Runs:  in every worker process, when vLLM makes its worker.
+Owns:  the wrappers of the worker's and the model runner's methods; the names of remote calls.
+Runs:  in every worker process, when vLLM makes the worker object.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from vllm_scope.engine.worker.worker import ScopeWorker
 from vllm_scope.errors import reason_of
 from vllm_scope.graph.tap import graphs
 
-#: vLLM's calls that change the weights. All workers get each call. At the start of a call in
-#: _OLD_WEIGHTS, the weights are the weights that computed all earlier rows. At the end of a call
-#: in _NEW_WEIGHTS, the weights are new.
+#: The methods by which vLLM changes the weights. vLLM calls each method on all workers. When a call
+#: in _OLD_WEIGHTS starts, the model still has the weights with which all earlier rows were
+#: computed. When a call in _NEW_WEIGHTS ends, the model has new weights.
 _OLD_WEIGHTS = ("reload_weights", "start_weight_update")
 _NEW_WEIGHTS = ("reload_weights", "finish_weight_update")
 
 
 def _remote_calls(scope: ScopeWorker) -> dict[str, Callable[..., object]]:
-    """Name of a remote call -> the call's function. vLLM sends the function's errors as text."""
+    """Maps the name of each remote call to its function. vLLM sends the errors of these functions
+    as text."""
     return {
         "scope_connect": scope.connect,
         "scope_describe": scope.describe,
@@ -38,7 +39,8 @@ def _remote_calls(scope: ScopeWorker) -> dict[str, Callable[..., object]]:
 
 
 def _attach(worker: Worker, config: ScopeConfig) -> None:
-    """Wrap one worker instance. The worker's class is not wrapped, because a user can own it."""
+    """Wrap the methods of one worker object. The worker's class is not changed, because a user can
+    have written the class."""
     scope = ScopeWorker(worker, config)
     load_model = worker.load_model
     warm_up, shutdown = worker.compile_or_warm_up_model, worker.shutdown
@@ -63,7 +65,7 @@ def _attach(worker: Worker, config: ScopeConfig) -> None:
 
     for names, wrapped in ((_OLD_WEIGHTS, _settling), (_NEW_WEIGHTS, _renewing)):
         for name in names:
-            if hasattr(worker, name):  # workers of other platforms can lack some methods
+            if hasattr(worker, name):  # workers of some platforms do not have all methods
                 setattr(worker, name, wrapped(getattr(worker, name), scope))
     worker.load_model = load
     worker.compile_or_warm_up_model, worker.shutdown = warm, close
@@ -93,8 +95,8 @@ def _renewing(change: Callable[..., object], scope: ScopeWorker) -> Callable[...
 
 
 def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
-    """Wrap the steps of the runner, not of the worker. Ray's compiled graph does not call the
-    worker's `execute_model`.
+    """Wrap `execute_model` of the model runner. The worker's `execute_model` is not wrapped,
+    because Ray's compiled graph does not call it.
     vllm 0.32, v1/executor/ray_utils.py, RayWorkerWrapper.execute_model_ray
     """
     execute_model = runner.execute_model
@@ -107,11 +109,12 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
             clearing.zero(runner, news.zeroed)
         if news is not None and news.accepted:
             scope.accept(news.accepted)
-        # Ended requests come first, because the scheduler has given their places to new requests.
+        # Ended requests are removed first, because the scheduler has already given their places in
+        # the tables to new requests.
         if scheduler_output.finished_req_ids:
             if news is not None and news.filled_at_end:
-                # The scores are stored before `finish_requests`, which forgets the request that
-                # has the scores. A new request can need these scores.
+                # The scores are stored before `finish_requests` drops the request that has the
+                # scores, because a new request can need these scores.
                 scope.keep_blocks(news.filled_at_end)
             ended = {} if news is None else news.ended
             scope.finish_requests(scheduler_output.finished_req_ids, ended)
@@ -133,7 +136,7 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
             scope.end_launch()
             scope.steps.fail()
             raise
-        if output is not None:  # otherwise `sample_tokens` launches the rest of the step
+        if output is not None:  # if None, `sample_tokens` launches the rest of the step
             scope.end_launch()
         scope.steps.end()
         if news is not None and news.entrants:

@@ -4,8 +4,8 @@ Owns:  `heads_of`, `attention_of`, `kernel_of`.
 Runs:  `heads_of` in every process that has the configuration; the other functions in every worker
        after load.
 
-Promise: if a tapped layer does not have the configured site as described, the engine does not
-start.
+Promise: the engine does not start if q, k, v or z of a tapped layer is not what the site's name
+says.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from vllm_scope.request.sites import ATTENTION_SITES, Heads, Place, Sites
 
 
 def heads_of(vllm_config: VllmConfig, sites: Sequence[str]) -> Heads:
-    """The model's heads by its configuration. `attention_of` checks these heads later.
+    """The numbers and sizes of the model's heads, according to its configuration. `attention_of`
+    checks these values later.
 
     Args:
         sites: the configured sites inside the attention.
@@ -47,20 +48,20 @@ def heads_of(vllm_config: VllmConfig, sites: Sequence[str]) -> Heads:
 
 def heads_here(heads: Heads, num_ranks: int) -> Heads:
     """The heads of one of `num_ranks` tensor-parallel ranks. If there are fewer key and value heads
-    than ranks, several ranks have the same key and value head."""
+    than ranks, several ranks share one key and value head."""
     num_kv_heads = max(1, heads.num_kv_heads // num_ranks)
     return replace(heads, num_heads=heads.num_heads // num_ranks, num_kv_heads=num_kv_heads)
 
 
 def attention_of(anatomy: Anatomy, sites: Sites, num_ranks: int = 1) -> dict[int, nn.Module]:
-    """Layer -> the only module that gets q, k and v, for layers with a tap inside the attention.
+    """Maps each layer with a tap inside the attention to the only module that gets q, k and v.
 
     Args:
         num_ranks: the number of ranks among which tensor parallelism splits the heads.
 
     Raises:
-        ConfigError: a layer has no such module or several; or its heads are not the model's; or k
-            or v is tapped in a layer that uses another layer's keys and values.
+        ConfigError: a layer does not have exactly one such module; or its heads differ from the
+            configuration; or k or v is tapped in a layer that uses another layer's keys and values.
     """
     found: dict[int, nn.Module] = {}
     for number, layer in anatomy.layers.items():
@@ -75,7 +76,8 @@ def attention_of(anatomy: Anatomy, sites: Sites, num_ranks: int = 1) -> dict[int
 def _attention_in(layer: nn.Module, number: int) -> nn.Module:
     from vllm.model_executor.layers.attention import Attention
 
-    # vLLM's AttentionType is a string. Cross-attention and encoders have other values.
+    # The value of vLLM's AttentionType is a string. Cross-attention and encoders do not have the
+    # value "decoder".
     here = [
         module for module in layer.modules()
         if isinstance(module, Attention) and module.attn_type == "decoder"
@@ -91,7 +93,7 @@ def _attention_in(layer: nn.Module, number: int) -> nn.Module:
 
 
 def _check(module: Any, number: int, tapped: list[str], expected: Heads) -> None:
-    # If the module has no attribute for the width of values, values are as wide as keys.
+    # If the module has no attribute for the width of values, values have the width of keys.
     size_v = getattr(module, "head_size_v", module.head_size)
     heads = Heads(module.num_heads, module.num_kv_heads, module.head_size, size_v)
     if heads != expected:
@@ -109,19 +111,24 @@ def _check(module: Any, number: int, tapped: list[str], expected: Heads) -> None
 
 
 def kernel_of(module: Any, gather: Callable[[Tensor], Tensor] | None = None) -> dict[str, object]:
-    """The parameters of an attention module's kernel besides q, k and v, as plain numbers.
+    """The parameters of an attention module's kernel except q, k and v, as plain numbers.
 
     Args:
-        gather: as in Split, if ranks split the heads. Every rank then calls `kernel_of`.
+        gather: the function Split.gather, if ranks split the heads. In this case every rank must
+            call `kernel_of`.
 
     Returns:
-        layer_name: vLLM's name. scale: the factor of q.k. sliding_window: the number of positions
-        that a query sees, its own position included; None for all. logits_soft_cap: None without
-        cap. alibi_slopes, sinks: one number for each head, or None. exact: False with more rules,
-        as in chunked attention (Llama 4, Rnj-1), or if image tokens see later tokens.
+        layer_name: vLLM's name of the attention layer.
+        scale: the factor by which q.k is multiplied.
+        sliding_window: the number of positions that a query sees, with its own; None for all.
+        logits_soft_cap: the cap of the logits; None if there is no cap.
+        alibi_slopes, sinks: one number for each head, or None.
+        exact: False if there are more rules, as in chunked attention (Llama 4, Rnj-1), or if image
+            tokens see later tokens.
     """
     impl = module.impl
-    # Subclasses have their own mask rules. vllm 0.32, model_executor/layers/attention/
+    # Subclasses of Attention have additional mask rules. vllm 0.32,
+    # model_executor/layers/attention/
     plain = type(module).__name__ == "Attention" and not (
         getattr(module, "use_alibi_sqrt", False)
         or getattr(module, "use_mm_prefix", False)

@@ -1,10 +1,11 @@
-"""Finds the attention and MLP blocks, whose inputs are `attn_in` and `mlp_in`.
+"""Finds the attention and MLP blocks, whose inputs are the sites `attn_in` and `mlp_in`.
 
 Owns:  `blocks_of`.
 Runs:  in every worker, after load.
 
-Promise: the engine does not start if a tapped layer has no such block or several, or if the block's
-forward has no parameter with a known name of the input. Every rank has the whole row.
+Promise: the engine does not start if a tapped layer does not have exactly one such block, or if the
+block's forward does not name its input hidden_states, x or input_. Every tensor-parallel rank has
+the whole row of both sites.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from torch import nn
 
 from vllm_scope.errors import ConfigError
 from vllm_scope.graph.anatomy.layers import Anatomy
-from vllm_scope.graph.anatomy.parts import input_of
+from vllm_scope.graph.anatomy.parts import INPUTS, input_of
 from vllm_scope.request.sites import BLOCK_SITES, Place, Sites
 
 
 def blocks_of(anatomy: Anatomy, sites: Sites) -> dict[Place, nn.Module]:
-    """A tapped place of `attn_in` or `mlp_in` -> the module whose input the tap reads.
+    """Maps each place of `attn_in` or `mlp_in` with a tap to the module whose input the tap reads.
 
     Raises:
-        ConfigError: a layer has no such module or several, or no parameter of the module's forward
-            has a known name of the input.
+        ConfigError: a layer does not have exactly one such module, or the module's forward does not
+            name its input hidden_states, x or input_.
     """
     return {
         place: _block_in(layer, place)
@@ -47,14 +48,15 @@ def _block_in(layer: nn.Module, place: Place) -> nn.Module:
         raise ConfigError(f"{words} has {len(here)} modules that are its {what}. {leave}")
     if input_of(type(here[0])) is None:
         raise ConfigError(
-            f"{words} has an {what} ({type(here[0]).__name__}) whose forward does not name its "
-            f"input hidden_states or x. {leave}"
+            f"{words} has an {what} ({type(here[0]).__name__}) whose forward has no parameter "
+            f"{' or '.join(INPUTS)}. {leave}"
         )
     return here[0]
 
 
 def _is_attention(child: nn.Module) -> bool:
-    """True if `child` contains exactly one attention module, and this module is a decoder's."""
+    """True if `child` contains exactly one attention module, and this module has the decoder's
+    type."""
     from vllm.model_executor.layers.attention import Attention, MLAAttention
 
     every = [m for m in child.modules() if isinstance(m, Attention | MLAAttention)]
@@ -64,7 +66,7 @@ def _is_attention(child: nn.Module) -> bool:
 
 
 def _is_mlp(child: nn.Module) -> bool:
-    """True if `child` has a down projection or experts, and no module that mixes tokens."""
+    """True if `child` contains a down projection or experts, and no module that mixes tokens."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.linear import RowParallelLinear
 

@@ -1,10 +1,11 @@
-"""Reads one row at every tap of a loaded model before the model serves.
+"""Reads one row at every tap of a loaded model, before the model serves requests.
 
 Owns:  `silent_taps`, `rows_at`, `row_at`.
-Runs:  in every worker, one time, after compilation and warm-up.
+Runs:  in every worker, once, after compilation and warm-up.
 
 vLLM can load a compiled graph without taps from its cache. A graph without taps computes the right
-tokens and reads no rows, without an error. Therefore a dummy forward reads a row at every tap.
+tokens, but reads no rows, and gives no error. Therefore a dummy forward checks that every tap reads
+a row.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from vllm_scope.program.layout import Widths
 from vllm_scope.program.operations import Program
 from vllm_scope.request.sites import boundary_of_point, point_of
 
-#: The value of all slots before the forward. No model computes a row in which all numbers are
-#: POISON. The value is exact in bf16 and fp16.
+#: The value of all numbers in the slots before the forward. No model computes a row in which all
+#: numbers are POISON. The value is exact in bf16 and fp16.
 POISON = -1280.0
 
 
@@ -34,15 +35,15 @@ def rows_at(
     to_host: bool,
     forward: Callable[[Callable[[], None]], object],
 ) -> dict[int, Tensor]:
-    """Boundary -> the row of its tap in one dummy forward. Each row is a flat copy on the CPU, with
-    the padding of its last slot.
+    """The rows of all taps in one dummy forward, by boundary. Each row is a flat copy on the CPU,
+    with the padding of its last slot.
 
     Args:
         boundaries: boundaries with a tap on this worker.
-        slots: the slots that the taps write, [n, elements of a slot], model dtype.
-        first_slot: index of the first of `slots` in the arena, or in host memory.
+        slots: the slots that the taps write, as [n, elements of a slot], in the model's dtype.
+        first_slot: the index of the first of `slots` in the arena, or in host memory.
         to_host: True if `slots` are in host memory.
-        forward: calls its argument, then runs a forward of one dummy token.
+        forward: a function that calls its argument, and then runs a forward of one dummy token.
     """
     program = Program.reading(tuple(point_of(boundary, 0) for boundary in boundaries))
     found = _read(program, tables, slots, first_slot, to_host, forward)
@@ -69,10 +70,11 @@ def row_at(
     first_slot: int,
     forward: Callable[[Callable[[], None]], object],
 ) -> Tensor:
-    """The row of one tap in a dummy forward: a flat copy on the CPU, with its last slot's padding.
+    """The row of one tap in a dummy forward, as a flat copy on the CPU with the last slot's
+    padding.
 
     Args:
-        slots, first_slot, forward: as for `rows_at`. The slots are in the arena.
+        slots, first_slot, forward: the same as for `rows_at`. The slots are in the arena.
     """
     program = Program.reading((point_of(boundary, 0),))
     return _read(program, tables, slots, first_slot, False, forward).flatten()
@@ -86,7 +88,7 @@ def _read(
     to_host: bool,
     forward: Callable[[Callable[[], None]], object],
 ) -> Tensor:
-    """A copy, on the CPU, of the slots after a dummy forward has written them."""
+    """A copy, on the CPU, of the slots that a dummy forward has written."""
     slots.fill_(POISON)
     tables.begin_step()
 

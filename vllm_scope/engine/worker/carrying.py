@@ -1,7 +1,7 @@
 """Sends values from a worker to EngineCore, as attributes of a step's output.
 
 Owns:  `is_output`, `carrying`, `carried`, `carries`.
-Runs:  `carrying` in the worker, which makes an output; `carried` and `carries` in EngineCore.
+Runs:  `carrying` in the worker that makes an output; `carried` and `carries` in EngineCore.
 To:    faults, verdicts; core.outputs.
 """
 
@@ -13,17 +13,17 @@ from typing import Any
 
 
 def is_output(output: object) -> bool:
-    """True for a step's output, also if it is asynchronous. False for a result before sampling."""
+    """True for a step's output, even if it is asynchronous. False for a result before sampling."""
     return hasattr(output, "get_output") or hasattr(output, "sampled_token_ids")
 
 
 def carrying(output: Any, name: str, find: Callable[[], dict[str, Any]]) -> Any:
-    """The output with the result of `find`, by request, as its attribute `name`. If the result is
-    empty, the output gets no attribute.
+    """The output, with the result of `find` as the attribute `name`. `find` returns values by
+    request. If the result is empty, the output gets no attribute.
 
     Args:
         output: the result of `execute_model` or `sample_tokens`.
-        find: called by `get_output` if the output is asynchronous, otherwise now.
+        find: called by `get_output` if the output is asynchronous, otherwise immediately.
     """
     if hasattr(output, "get_output"):
         make = output.get_output
@@ -31,7 +31,7 @@ def carrying(output: Any, name: str, find: Callable[[], dict[str, Any]]) -> Any:
         return output
     found = find() if is_output(output) else {}
     if found:
-        output = copy(output)  # vLLM uses one object for all steps without tokens
+        output = copy(output)  # all steps without tokens share one object of vLLM
         setattr(output, name, found)
         output.scope_carries = True
     return output
@@ -43,6 +43,7 @@ def carries(output: object) -> bool:
 
 
 def carried(output: object, name: str) -> Mapping[str, Any]:
-    """The values that an output carries under a name, by request. Empty without values."""
+    """The values, by request, that an output carries in the attribute `name`. Empty without
+    values."""
     found = getattr(output, name, None)
     return found if isinstance(found, dict) else {}

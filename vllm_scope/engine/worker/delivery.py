@@ -6,9 +6,9 @@ Runs:  in workers that deliver rows, on the worker's thread. The drain and the s
 From:  worker.   To: worker.drain, sinks.router.
 
 The scheduler, in EngineCore, decides which tokens are accepted. When a request with sinks ends, the
-scheduler sends the accepted tokens with the step's news (engine.core.scheduler). Aborts and
-preemptions, both runners and all pipeline stages use the same news. Sinks then leave out the rows
-of tokens that were not accepted.
+scheduler sends the accepted tokens with the step's news (engine.core.scheduler). The news has the
+same form after aborts and preemptions, for both model runners and for all pipeline stages. Sinks
+then leave out the rows of tokens that were not accepted.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ IDLE_COUNTERS: dict[str, object] = {
 class WorkerDelivery:
     """The ring, the drain and the sinks of one worker.
 
-    Verbs: `add_request`, `finish_request`, `close`. Steps are submitted to `drain`.
+    Methods: `add_request`, `finish_request`, `close`. The worker submits steps to `drain`.
 
     Attributes:
         widths: the widths of raw rows.
-        info: a RequestInfo with the fields that all requests share, such as stage and model.
+        info: a RequestInfo with the values that are the same for all requests, such as stage and
+            model.
         here: boundaries with a tap on this worker.
     """
 
@@ -70,7 +71,7 @@ class WorkerDelivery:
     info: RequestInfo
     here: frozenset[int]
     policies: Policies
-    #: Negative keys below NOBODY, for requests that have no key from a front-end.
+    #: The keys, all below NOBODY, for requests that have no key from a front-end.
     _own_keys: Iterator[int] = field(default_factory=lambda: itertools.count(NOBODY - 1, -1))
 
     @staticmethod
@@ -90,13 +91,14 @@ class WorkerDelivery:
 
         Args:
             here: boundaries with a tap on this worker.
-            stage: (this pipeline stage's number, the number of stages).
-            drafts: as in Watch.
-            lag: as in Policies.
-            saes: as in Packer. The worker adds lenses after the canary has checked the lens.
+            stage: the number of this pipeline stage, and the number of stages.
+            drafts: the argument `drafts` of Watch.
+            lag: the argument `lag` of Policies.
+            saes: the argument `saes` of Drain. The worker later adds lenses to this mapping.
 
         Raises:
-            ScopeError: a sink or a policy cannot be created. The engine does not start.
+            ScopeError: a sink or a policy cannot be created. In this case, the engine does not
+                start.
         """
         ring = HostRing(sizes.host_slots(arena.num_slots), sizes.cuda)
         ring.patience_s = config.deliver_timeout_s
@@ -126,7 +128,7 @@ class WorkerDelivery:
         )  # fmt: skip
 
     def expect(self, recipient: Recipient) -> None:
-        """Announce a request. The front-end then gets an answer even if the request fails.
+        """Announce a request, so that its front-end gets an answer even if the request fails.
 
         Raises:
             CapacityError: the front-end is not connected.
@@ -140,8 +142,8 @@ class WorkerDelivery:
         recipient: Recipient | None,
         asked: Resolved,
     ) -> int:
-        """Prepare for a request's rows, and return the key that the rows will have. If the
-        recipient awaits rows, the key is the recipient's key.
+        """Prepare the delivery of a request's rows, and return the key that the rows will have. If
+        the recipient awaits rows, this key is the recipient's key.
 
         Raises:
             CapacityError: there is no room for the request's codecs and probes.
@@ -149,7 +151,7 @@ class WorkerDelivery:
         if recipient is not None and recipient.awaits:
             key = recipient.key
         else:
-            # Only global sinks and edits apply to this request.
+            # No front-end waits for rows of this request.
             key = next(self._own_keys) if asked.delivering else NOBODY
             recipient = recipient or Recipient(key, "", req_id, req_id)
         if key >= 0 and MEMORY not in asked.destinations:
@@ -183,13 +185,14 @@ class WorkerDelivery:
         """Store a request's scores for its KV blocks, and deliver the scores of its cached tokens.
 
         Args:
-            layout: the layout of all tokens of the request at this stage.
+            layout: the layout that all tokens of the request have at this pipeline stage.
         """
         self.drain.collect(key, layout, entrant.block_size)
         if not entrant.cached:
             return
         block_slots = layout.slots(self.widths) * entrant.block_size
-        # A message takes at most a quarter of the ring, because the step's rows also need room.
+        # One batch takes at most a quarter of the ring, because the rows of the step also need
+        # room.
         at_once = max(1, len(self.ring.slots) // 4 // block_slots)
         for first in range(0, len(entrant.cached), at_once):
             some = entrant.cached[first : first + at_once]
@@ -201,14 +204,14 @@ class WorkerDelivery:
             self.drain.submit_stored(labels, partial(self.store.fill, some, entrant.scores))
 
     def finish_request(self, key: int, error: str | None, ended: Ended | None) -> None:
-        """Send the end of a request after its rows."""
+        """Send the message that a request has ended, after the request's rows."""
         self.watch.finish_request(key)
         if ended is not None:
             self.router.expect_end(key, ended)
-        self.drain.finish_request(key, error)  # this call also ends the request in the store
+        self.drain.finish_request(key, error)  # also ends the request in `store`
 
     def describe(self) -> dict[str, list[str]]:
-        """The sinks that requests can name -> the kinds of actions that can name each sink."""
+        """The kinds of actions that can name each sink, by the name of the sink."""
         return self.router.takes
 
     def counters(self) -> dict[str, object]:

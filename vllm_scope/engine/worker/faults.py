@@ -1,13 +1,15 @@
 """Ends requests whose edits make rows that are not finite. Other requests continue.
 
-Owns:  the transport of a fault from a tap to the caller.
-Runs:  Faults in every worker, which makes a step's output; `end_faulty` in EngineCore, which reads
-       the output.
-From:  tap.tables (faults by owner), plan (owners).   To: clearing (the request's KV).
+Owns:  the code that carries a fault from a tap to the caller.
+Runs:  Faults in every worker that makes outputs of steps; `end_faulty` in EngineCore, which reads
+       these outputs.
+From:  tap.tables (the faults by owner number), plan (the owner numbers).   To: clearing (the
+       request's KV).
 
-If an edit's result is not finite in the model's dtype, the tap leaves the row unchanged and
-reports a fault. The last tap also checks every token of an edited request. The worker sends the
-faults with the step's output. EngineCore ends the faulty requests before it takes their tokens.
+If an edit's result is not finite in the model's dtype, the tap leaves the row unchanged and reports
+a fault. The last tap also checks the row of every token of an edited request. The worker sends the
+faults with the step's output. EngineCore ends the faulty requests before it takes the tokens of the
+step.
 """
 
 from __future__ import annotations
@@ -33,36 +35,39 @@ class Faults:
 
     def __init__(self, tables: Tables, planner: Planner, sites: Sites) -> None:
         self._reported, self._planner, self._sites = tables.faults, planner, sites
-        #: Request whose edits are not possible -> the reason, until an output carries the reason.
+        #: Maps each request whose edits cannot be applied to the reason, until the reason is sent
+        #: with an output.
         self._failed: dict[str, str] = {}
 
     def fail(self, req_id: str, reason: str) -> None:
-        """End a request whose edits are not possible. Otherwise other requests would find the
-        request's unedited KV under the keys of edited KV."""
+        """End a request whose edits cannot be applied. If this request ran on, other requests with
+        these edits could use its unedited KV as edited KV."""
         self._failed[req_id] = reason
 
     def __bool__(self) -> bool:
-        """True if a request can have a fault, or if an output must carry a fault."""
+        """True if some request can have a fault, or if a fault must be sent with the next
+        output."""
         return bool(self._planner.owners or self._failed)
 
     def with_faults(self, output: object) -> object:
-        """A step's output, with the faults so far in its attribute `scope_faults`.
+        """Adds to a step's output the faults that were reported so far, as the attribute
+        `scope_faults`.
 
         Args:
-            output: the result of `execute_model` or `sample_tokens`. An asynchronous output gets
-                the faults in the call of its `get_output`.
+            output: the result of `execute_model` or `sample_tokens`. The faults are added to an
+                asynchronous output when its `get_output` is called.
         """
         if not self:
             return output
         return carrying(output, "scope_faults", self._take)
 
     def _take(self) -> dict[str, str]:
-        """Request -> the reason of its fault. A second call does not return the same fault. Only
-        the thread that makes outputs calls this method."""
+        """The reason of each new fault, by request. A second call does not return the same fault.
+        Only the thread that makes outputs calls this method."""
         owners = list(self._planner.owners)
         at = np.array(owners, np.int64)
         found: dict[str, str] = {}
-        while self._failed:  # the main thread can add requests during the loop
+        while self._failed:  # the main thread can add entries during the loop
             found |= [self._failed.popitem()]
         for i in np.flatnonzero(self._reported[at]):
             req_id = self._planner.owners.get(owners[i])
@@ -87,7 +92,7 @@ class Faults:
 
 
 def _with_sharers(scheduler: Scheduler, faults: Mapping[str, str]) -> dict[str, str]:
-    """The faults, with the same fault for each request that shares KV with a faulty request."""
+    """The faults, and the same fault for each request that shares KV with a faulty request."""
     found, left = dict(faults), list(faults)
     while left:
         req_id = left.pop()

@@ -1,7 +1,8 @@
 """Loads the encoders of SAEs and the maps of lenses that a worker holds on its device.
 
 Owns:  `held_saes`, `held_maps`.
-Runs:  in workers that drain, at the model's load. vLLM later counts this memory as used.
+Runs:  in workers that deliver rows, at the model's load, so that vLLM later counts this memory as
+       used.
 From:  the configuration, saes.load, lenses.linear.   To: worker.held_saes, worker.lens.
 """
 
@@ -32,7 +33,7 @@ def held_saes(
     """
     if not config.saes:
         return {}
-    from vllm_scope.saes.load import load_saes  # imported here, because most engines hold no SAE
+    from vllm_scope.saes.load import load_saes  # imported late: most engines hold no SAE
 
     some = [sae for sae in load_saes(config.saes).values() if sae.place.boundary in here]
     found: dict[str | LensKey, PairMaker] = {}
@@ -51,7 +52,8 @@ def held_maps(
         here: boundaries with a tap on this worker.
 
     Raises:
-        ScopeError: the lenses cannot be read, or fit another model, or need more than lenses_mib.
+        ScopeError: the lenses cannot be read, or are of another model, or need more than
+            lenses_mib.
     """
     if not config.lenses:
         return {}

@@ -1,8 +1,8 @@
 """Installs taps on a loaded model, and allocates the arena and the tables that the taps use.
 
 Owns:  Loaded, `load_taps`, the parts of `load_taps` that `vllm-scope doctor` also calls, and the
-       check that every tap of the compiled model writes.
-Runs:  in every worker process: after vLLM has loaded the model, and after vLLM's warm-up.
+       check that every tap of the compiled model writes its row.
+Runs:  in every worker process, after vLLM has loaded the model, and again after vLLM's warm-up.
 From:  worker.   To: graph.anatomy, graph.tap, worker.arena, canary.
 """
 
@@ -49,8 +49,8 @@ from vllm_scope.worker.arena import Arena
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: A function that calls its argument, which plans a step. The function then runs a forward of one
-#: dummy token, and returns the model's output.
+#: A function that first calls its argument, which plans a step. Then the function runs a forward of
+#: one dummy token, and returns the model's output.
 Forward = Callable[[Callable[[], None]], object]
 
 
@@ -60,7 +60,7 @@ class Loaded:
 
     Attributes:
         here: boundaries with a tap on this worker.
-        sizes: the sizes of the tables and rings. `limits` follow from these sizes.
+        sizes: the sizes of the tables and rings, from which `limits` is computed.
     """
 
     here: tuple[int, ...]
@@ -79,14 +79,14 @@ def load_taps(
     reports: bool,
     optimistic: bool,
 ) -> Loaded:
-    """Install taps on a model.
+    """Install taps on a loaded model, and allocate the memory that the taps use.
 
     Args:
         worker: vLLM's worker.
         drains: True if this rank delivers rows. The other ranks make the same edits, but deliver
             no rows.
         reports: True if this rank reports faulty rows.
-        optimistic: as in Limits.
+        optimistic: the value of Limits.optimistic.
 
     Raises:
         CompatError: a layer cannot be tapped.
@@ -119,7 +119,7 @@ def load_taps(
     if device.type == "cuda":
         from vllm_scope.graph.tap.kernel import load_variants
 
-        # The kernels are loaded now, because a graph capture cannot load kernels.
+        # The kernels are loaded now, because kernels cannot be loaded while a graph is captured.
         load_variants(arena.slots, tables, sites.row_sizes)
     tap_of = {boundary: tap for tap, boundary in enumerate(sites.boundaries)}
     here = install_all_taps(anatomy, tap_of, arena.slots, tables, sites)
@@ -129,10 +129,10 @@ def load_taps(
 def _check_room(
     config: ScopeConfig, sizes: Sizes, num_slots: int, drains: bool, device: torch.device
 ) -> None:
-    """Raises ConfigError if options need more memory than is free now, after the weights.
+    """Raises ConfigError if options need more memory than is free after the weights are loaded.
 
     Args:
-        num_slots: the size of the arena.
+        num_slots: the number of slots of the arena.
     """
     ring = sizes.host_slots(num_slots) * SLOT_BYTES if drains else 0
     moments_mib = config.moments_mib if drains else 0.0
@@ -153,13 +153,14 @@ def _check_room(
 
 
 def with_parts(anatomy: Anatomy, sites: Sites, num_ranks: int) -> Anatomy:
-    """The anatomy, with the modules inside its layers whose inputs or outputs are tapped.
+    """Adds to the anatomy the modules inside layers whose inputs or outputs get taps.
 
     Args:
         num_ranks: the number of tensor-parallel ranks.
 
     Raises:
-        ConfigError: as `attention_of`, `projections_of`, `routers_of` and `blocks_of`.
+        ConfigError: the same errors as `attention_of`, `projections_of`, `routers_of` and
+            `blocks_of`.
     """
     if sites.heads is not None:
         anatomy = replace(anatomy, attention=attention_of(anatomy, sites, num_ranks))
@@ -191,10 +192,10 @@ def _splits_of(sites: Sites, num_ranks: int) -> dict[str, Split]:
 def install_all_taps(
     anatomy: Anatomy, tap_of: Mapping[int, int], arena: Tensor, tables: Tables, sites: Sites
 ) -> tuple[int, ...]:
-    """Install all taps. Returns the boundaries with a tap on this worker. Arguments and errors are
-    as for `install_taps`, `install_attention_taps` and `install_part_taps`."""
+    """Install all taps. Returns the boundaries with a tap on this worker. The arguments and errors
+    are those of `install_taps`, `install_attention_taps` and `install_part_taps`."""
     where = (anatomy, tap_of, arena, tables)
-    # `install_taps` runs first. If it refuses a model, the model is unchanged.
+    # `install_taps` runs first, so that the model is unchanged if `install_taps` raises an error.
     stream = install_taps(*where)
     inner = (*install_attention_taps(*where, sites), *install_part_taps(*where, sites))
     return (*stream, *inner)
@@ -208,14 +209,14 @@ def check_taps(
     ring: HostRing | None,
     forward: Forward,
 ) -> None:
-    """Check that every tap writes a row to the arena. On a GPU, check host memory too.
+    """Check that every tap writes a row to the arena and, on a GPU, also to host memory.
 
     Args:
         here: boundaries with a tap on this worker.
-        ring: None on a rank that delivers no rows.
+        ring: the ring in host memory; None on a rank that delivers no rows.
 
     Raises:
-        CompatError: a tap wrote nothing. The engine does not start.
+        CompatError: a tap wrote nothing. In this case, the engine does not start.
     """
 
     def silent(slots: Tensor, first_slot: int, to_host: bool) -> set[int]:
@@ -232,7 +233,7 @@ def check_taps(
         lease.release()
     elif arena.slots.is_cuda:
         # Tensor-parallel ranks compute each layer together. Therefore this rank must run as many
-        # forwards as the first rank.
+        # forwards as the first rank, which also checks host memory.
         forward(lambda: None)
     if found:
         raise CompatError(
@@ -242,7 +243,7 @@ def check_taps(
 
 
 def _why_silent(found: Collection[int], here: Collection[int]) -> str:
-    """The reason why the taps of the boundaries `found` wrote nothing, and the remedy."""
+    """The reason why the taps of the boundaries `found` wrote nothing, and what to do about it."""
     if len(found) == len(here):
         return "the compiled graph has no taps. Remove vLLM's compile cache (VLLM_CACHE_ROOT)"
     layers: dict[str, list[int]] = {}
@@ -264,7 +265,8 @@ def compiled_rows(
     arena: Arena,
     forward: Forward,
 ) -> dict[int, Tensor]:
-    """Boundary on the stream -> its tap's row in a dummy forward: [hidden_size], float32, CPU."""
+    """The row of each tap in a dummy forward, by boundary on the stream: [hidden_size], float32,
+    CPU."""
     region = arena.acquire(len(boundaries) * widths.row_slots[STREAM])
     found = rows_at(boundaries, widths, tables, arena.view(region), region.start, False, forward)
     arena.give_back(region)
@@ -274,7 +276,8 @@ def compiled_rows(
 def last_rows(
     sites: Sites, widths: Widths, tables: Tables, arena: Arena, forward: Forward
 ) -> tuple[Tensor, Tensor]:
-    """(the row after the last layer, the row that the model returned) of one dummy forward.
+    """Two rows of one dummy forward: the row after the last layer, and the row that the model
+    returned.
 
     Returns:
         Two rows on the device, [hidden_size] each.

@@ -1,11 +1,11 @@
-"""Finds the module of each MLP whose input is `mlp_post`, and the size of a row of this site.
+"""Finds the down projections, whose inputs are the site `mlp_post`, and the size of their rows.
 
 Owns:  `mlp_size_of`, `projections_of`.
 Runs:  `mlp_size_of` in every process that has the configuration; `projections_of` in every worker
        after load.
 
-Promise: the engine does not start if a tapped layer has no such module, several modules, or a
-module of another width.
+Promise: the engine does not start if a tapped layer does not have exactly one down projection, or
+if its width is not the configured width.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from vllm_scope.errors import ConfigError
 from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.request.sites import MLP_SITE, Place, Sites
 
-#: Names of the MLP's width in configurations. In GPT-2 and Falcon, the width None means four times
-#: the hidden size. Bloom always has four times the hidden size, and has none of these names.
+#: The names that configurations use for the width of the MLP. In GPT-2 and Falcon, the width None
+#: means four times the hidden size. Bloom always has four times the hidden size, and has none of
+#: these names.
 _NAMES = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _NAMED = f"additional_config['scope'].sites has {MLP_SITE!r}"
 
 
 def mlp_size_of(vllm_config: VllmConfig) -> int:
-    """The size of a row of `mlp_post` by the configuration. `projections_of` checks it later.
+    """The size of a row of `mlp_post` in the configuration. `projections_of` checks this size
+    later.
 
     Raises:
         ConfigError: the layers have several widths.
@@ -44,7 +46,7 @@ def mlp_size_of(vllm_config: VllmConfig) -> int:
 
 
 def projections_of(anatomy: Anatomy, sites: Sites, num_ranks: int = 1) -> dict[int, nn.Module]:
-    """Layer -> the down projection of its MLP, for layers whose `mlp_post` is tapped.
+    """Maps each layer whose `mlp_post` is tapped to the down projection of the layer's MLP.
 
     Args:
         num_ranks: the number of ranks among which tensor parallelism splits the rows.
@@ -85,7 +87,8 @@ def _projection_in(layer: nn.Module, number: int, size: int | None, num_ranks: i
 
 
 def _projections(layer: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """(the called module, vLLM's linear layer) of each row-parallel layer outside the attention."""
+    """Yields the module that is called, and vLLM's linear layer, of each row-parallel layer outside
+    the attention."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.linear import RowParallelLinear
 
@@ -95,7 +98,7 @@ def _projections(layer: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
             continue  # attention, or a state-space block in place of attention
         for name, module in modules.items():
             if isinstance(module, RowParallelLinear):
-                # LoRA wraps the linear layer, and calls parts of it.
+                # LoRA wraps the linear layer, and calls only parts of the linear layer.
                 wrapped = name.rpartition(".")[2] == "base_layer"
                 outer = modules[name.rpartition(".")[0]] if wrapped else module
                 yield outer, module

@@ -1,12 +1,12 @@
-"""The lens of one worker, from the load of its model to its first request.
+"""Makes the lens of one worker's model, before the worker's first request.
 
 Owns:  OwnLens.
-Runs:  in every worker, on its main thread, at the start and after a change of the weights.
+Runs:  in every worker, on the main thread, when the worker starts and after a change of weights.
 From:  worker.   To: unembedding (the model's parts), vocabulary (several ranks), holding.
 
-Promise: all ranks of a tensor-parallel group make the same calls in the same order. The result of
-the first rank does not change the calls. If a model's lens cannot be applied, the model is served
-without a lens.
+Promise: all ranks of a tensor-parallel group communicate in the same order. An error of the first
+rank does not change this order. If a model's lens cannot be applied, the model is served without a
+lens.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 
 class OwnLens:
-    """A model's lens on one worker. Verbs: `load`, then `begin`; `renew` after a change of weights.
+    """A model's lens on one worker. Call `load`, then `begin`, and `renew` after a change of
+    weights.
 
     Args:
         final_norm: `Anatomy.norm_here`.
-        delivers: True on the first rank of a tensor-parallel group. Only that rank uses the lens.
+        delivers: True on the first rank of a tensor-parallel group. Only this rank uses the lens.
         is_last: True on the last pipeline stage.
         here: boundaries with a tap on this worker.
 
     Attributes:
-        reason: why the lens cannot be applied here; None if it can be applied.
-        maps: the maps of the configured lenses, for rows with a tap on this worker.
+        reason: why the lens cannot be applied on this worker; None if it can be applied.
+        maps: the maps of the configured lenses, for the boundaries with a tap on this worker.
     """
 
     def __init__(
@@ -57,16 +58,17 @@ class OwnLens:
         self._delivers, self._is_last = delivers, is_last
         self.reason: str | None = "the model is not loaded"
         self.maps: Mapping[LensKey, DeviceMap] = {}
-        #: With several ranks: this rank's part of the unembedding, and the gathered parts.
+        #: This rank's part of the unembedding, and the parts of all ranks. If there is only one
+        #: rank, both attributes are None.
         self._head: nn.Module | None = None
         self._parts: Sequence[nn.Module] | None = None
         self._refused: str | None = None
 
     def load(self, group: Any, device: torch.device) -> None:
-        """Allocate the lens's own memory. vLLM later counts this memory as used.
+        """Allocate the memory of the lens. vLLM later counts this memory as used.
 
         Args:
-            group: vLLM's tensor-parallel group. All ranks of the group call `load`.
+            group: vLLM's tensor-parallel group. All ranks of the group must call `load`.
 
         Raises:
             ScopeError: the lens needs more than the configuration allows, or the maps cannot be
@@ -95,11 +97,11 @@ class OwnLens:
             self._parts = gather_parts(head, group, self._config.unembedding_mib)
 
     def renew(self, group: Any, failed: str | None) -> None:
-        """Copy the model's current weights into the lens. If the change of weights failed on any
-        rank, do nothing. Every rank of the group calls `renew`.
+        """Copy the model's current weights into the lens. Do nothing if the change of weights
+        failed on any rank. Every rank of the group must call `renew`.
 
         Args:
-            failed: the error of this rank's change of weights; None if it succeeded.
+            failed: the error, if the change of weights failed on this rank; otherwise None.
         """
         if self._head is None or self._parts is None:
             return
@@ -110,13 +112,13 @@ class OwnLens:
         self, rows: Callable[[], tuple[Tensor, Tensor]],
         warm: Callable[[Callable[[], None]], None],
     ) -> dict[LensKey | str, PairMaker]:  # fmt: skip
-        """The lenses of this worker: the model's own lens and the configured lenses. Empty on a
-        rank that does not deliver, and if the lens cannot be applied (`reason`).
+        """The lenses of this worker: the model's own lens and the configured lenses. The result is
+        empty on a rank that does not deliver, and if the lens cannot be applied (`reason`).
 
         Args:
-            rows: runs a forward, and returns (the row after the last layer, the row that the model
-                returned), as loading.last_rows.
-            warm: as Drain.warm.
+            rows: a function that runs a forward, and returns the row after the last layer and the
+                row that the model returned, as loading.last_rows does.
+            warm: the method Drain.warm.
         """
         try:
             self._check()
@@ -133,7 +135,8 @@ class OwnLens:
         return {LENS: lens, **{key: lens.of(one) for key, one in self.maps.items()}}
 
     def describe(self) -> dict[str, list[int]]:
-        """Name of a lens -> the boundaries for which this worker has a map: Described.lenses."""
+        """The boundaries for which this worker has a map, by lens (the value of
+        Described.lenses)."""
         names = self._config.lenses if self._delivers and self._is_last else ()
         return {name: [b for of, b in self.maps if of == name] for name in names}
 
@@ -155,7 +158,7 @@ class OwnLens:
 
 
 def _said(error: Exception) -> str:
-    """The reason why there is no lens."""
+    """The text of an error, as the reason why the model has no lens."""
     if isinstance(error, CompatError):
         return str(error)
     logger.error("vllm-scope: the model's lens failed", exc_info=error)

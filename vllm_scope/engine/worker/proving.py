@@ -1,16 +1,16 @@
-"""Proves a model's anatomy by the numbers of one forward, before the model gets taps.
+"""Proves a model's anatomy from the numbers that a forward computes, before the model gets taps.
 
 Owns:  `proved_anatomy`, Proved, `agreed`.
 Runs:  in every worker, at the model's load, before vLLM compiles the model. Hooks do not run in
-       compiled code, and vLLM's own profile run is compiled. Therefore this file runs one more
-       dummy forward without compilation, of two rows.
+       compiled code, and vLLM's own profile run is compiled. Therefore this module runs an
+       additional dummy forward of two rows, without compilation.
 From:  graph.anatomy (Watch, find_faults), runners (the forward).   To: worker.
 
-If the parser does not understand the model's source, the forward's numbers prove the convention.
-All equalities of this convention must hold. The compiled graph must later give the same rows as a
-second uncompiled forward (`Proved.rows`).
+If the parser does not understand the model's source, the numbers of the forward must show the
+model's convention: all equalities of the convention must hold. Later, the compiled graph must give
+the same rows as a second uncompiled forward (`Proved.rows`).
 
-Promise: all ranks of an engine give the same answer. If a rank refuses the model, all ranks do.
+Promise: if one rank of an engine refuses the model, all ranks refuse the model.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from vllm_scope.request.sites import ATTENTION_SITES, Place, Sites, place_at
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Tokens of the dummy forward. If a part of the model is compiled in spite of `_uncompiled`, one
-#: token would make PyTorch compile a graph that is valid only for one token.
+#: The number of tokens of the dummy forward. If a part of the model is compiled despite
+#: `_uncompiled`, PyTorch would compile a graph from one token that is valid only for one token.
 _NUM_TOKENS = 2
 
 
@@ -49,9 +49,9 @@ class Proved:
 
     Attributes:
         anatomy: the model's anatomy, with the modules inside layers that get taps.
-        moved: layers before which the model changes the stream.
-        rows: empty if the parser understands the model's source. Otherwise: boundary on the stream
-            -> the dummy token's row without compilation, [hidden_size], float32, CPU.
+        moved: the layers before which the model changes the stream.
+        rows: the row of a dummy token without compilation, by boundary on the stream, as a tensor
+            [hidden_size] in float32 on the CPU. Empty if the parser understands the model's source.
     """
 
     anatomy: Anatomy
@@ -62,16 +62,17 @@ class Proved:
 def proved_anatomy(
     runner: ModelRunner, version: str, config: VllmConfig, sites: Sites, groups: Sequence[Any]
 ) -> Proved:
-    """The anatomy of a loaded model without taps, compared with the numbers of a forward.
+    """The anatomy of a loaded model without taps, checked against the numbers of a forward.
 
     Args:
         version: the runner's version, "V1" or "V2".
-        groups: vLLM's groups of ranks that must agree. One group is asked after the other.
+        groups: vLLM's groups of ranks that must agree. The groups exchange their answers one after
+            another.
 
     Raises:
         CompatError: this rank or another rank cannot tap the model.
-        ConfigError: the numbers show that a configured site has other values than its name says;
-            or as for `with_parts`.
+        ConfigError: the numbers show that a configured site has other values than the site's name
+            says, or `with_parts` raises this error.
     """
     proved = findings = None
     reason = None
@@ -103,8 +104,8 @@ def proved_anatomy(
 
 
 def agreed(reason: str | None, groups: Sequence[Any]) -> str | None:
-    """The first reason of any rank; None if no rank has a reason. All ranks of the groups call this
-    function."""
+    """The reason of the first rank that has a reason; None if no rank has a reason. All ranks of
+    the groups must call this function."""
     for group in groups:
         if group.world_size > 1:
             found: list[str | None] = [None] * group.world_size
@@ -116,14 +117,15 @@ def agreed(reason: str | None, groups: Sequence[Any]) -> str | None:
 def _findings(
     runner: ModelRunner, version: str, config: VllmConfig, anatomy: Anatomy, sites: Sites
 ) -> Findings | None:
-    """The findings of a forward. None if the forward fails: the source is then the only proof."""
+    """The findings of a forward. None if the forward fails, so that the anatomy is proved only by
+    the source."""
     try:
         watch = _watched(Watch(anatomy), runner, version, config)
         middles, dtype = _middles(anatomy, sites), config.model_config.dtype
         return find_faults(anatomy, middles, watch, dtype, _attention_sizes(anatomy, sites))
     except CompatError:
         raise
-    except Exception:  # the source can still be right
+    except Exception:  # the anatomy from the source can still be right
         logger.warning(
             "vllm-scope: the forward before compilation failed; the anatomy is as its source says, "
             "and was not compared with numbers.", exc_info=True,
@@ -132,7 +134,8 @@ def _findings(
 
 
 def _attention_sizes(anatomy: Anatomy, sites: Sites) -> dict[str, int]:
-    """Site inside the attention -> size of a row on this rank, for the sites with a tap here."""
+    """The size of a row on this rank, for each site inside the attention that has a tap on this
+    rank."""
     return {
         site: anatomy.splits[site].part if site in anatomy.splits else sites.row_size(site)
         for site in ATTENTION_SITES
@@ -153,7 +156,7 @@ def _watched(watch: Watch, runner: ModelRunner, version: str, config: VllmConfig
 def _proved_by_numbers(
     runner: ModelRunner, version: str, config: VllmConfig, unread: str
 ) -> Proved:
-    """The anatomy that the numbers of a forward prove.
+    """The only possible anatomy with which the numbers of a forward agree.
 
     Raises:
         CompatError: the numbers do not prove where the stream is.
@@ -180,15 +183,16 @@ def _check_sites(unread: str, sites: Sites) -> None:
     """Raises ConfigError if a configured site is not proved by the stream's numbers."""
     for boundary in sites.readable:
         site, _ = place_at(boundary)
-        if site not in ("embed", "resid_post"):  # resid_pre has the boundaries of these two sites
+        # resid_pre of a layer has the same boundary as embed, or as resid_post of another layer.
+        if site not in ("embed", "resid_post"):
             raise refused_site(
                 site, f"{unread}; numbers prove only embed, resid_pre and resid_post"
             )
 
 
 def _middles(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:
-    """Layer -> the norm before its MLP, for layers with a tap at resid_mid, attn_out or mlp_out.
-    If a layer lacks the norm, the worker refuses the layer later."""
+    """Maps each layer with a tap at resid_mid, attn_out or mlp_out to the norm before its MLP. The
+    worker later raises an error for a layer without this norm."""
     found = {}
     for number, layer in anatomy.layers.items():
         places = (Place(site, number) for site in ("resid_mid", "attn_out", "mlp_out"))
@@ -203,7 +207,7 @@ def _middles(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:
 @contextmanager
 def _uncompiled(runner: ModelRunner) -> Iterator[None]:
     """In the `with` block, the model and its draft model run without compilation. Single operations
-    that vLLM compiles also run without compilation.
+    that vLLM would compile also run without compilation.
     vllm 0.32, compilation/decorators.py, _support_torch_compile; model_executor/custom_op.py
     """
     drafters = (getattr(runner, name, None) for name in ("drafter", "speculator"))

@@ -1,7 +1,7 @@
 """The types of a worker's answers to the remote calls `scope_describe` and `scope_connect`.
 
-Owns:  Described, Connected; and Module, for the steering modules that EngineCore adds to answers.
-From:  worker, which makes the answers.   To: core.entry, frontend.connection.
+Owns:  Described, Connected, and Module (the type of the steering modules that EngineCore adds).
+From:  worker (makes the answers).   To: core.entry, frontend.connection.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from vllm_scope.transport.senders.base import Road
 
 
 class Module(TypedDict):
-    """A steering module. `streams` has [site, layer] or [site, layer, tier] for each vector."""
+    """A steering module. `streams` has a list [site, layer] or [site, layer, tier] for each
+    vector."""
 
     digest: str
     streams: list[Any]
@@ -26,14 +27,14 @@ class Described(TypedDict):
         runner: "V1" or "V2".
         stage, num_stages: the number of this pipeline stage, and the number of stages.
         drains: True if the worker delivers rows.
-        sites: fields of request.sites.Sites, for Sites.from_body.
+        sites: the fields of request.sites.Sites, from which Sites.from_body makes the object.
         taps_here: boundaries with a tap on this worker.
-        limits: fields of worker.sizes.Limits.
-        sinks: sinks that requests can name -> the kinds of actions that can name each sink.
+        limits: the fields of worker.sizes.Limits, by name.
+        sinks: the kinds of actions that can name each sink, by the name of the sink.
         lens: why the model's lens cannot be applied on this worker; None if it can be applied.
-        lenses: name of a configured lens -> the boundaries of this worker for which the lens has a
-            map. Empty on a worker that holds no lens.
-        modules: steering modules, by name.
+        lenses: maps the name of each configured lens to the boundaries of this worker for which the
+            lens has a map. Empty on a worker that holds no lens.
+        modules: the engine's steering modules, by name.
     """
 
     reason: str | None
@@ -55,7 +56,7 @@ class Connected(Described):
     """The answer to `scope_connect`.
 
     Attributes:
-        road: the transport of the worker's rows; None without transport.
+        road: the transport of the worker's rows; None if the worker sends no rows.
         needs_tcp: True if the front-end must call again with a TCP address.
     """
 

@@ -1,11 +1,12 @@
-"""Finds the routers of experts, and the size of a row of their output, `router_logits`.
+"""Finds the routers of experts, and the size of a row of the site `router_logits` (their output).
 
 Owns:  `num_experts_of`, `routers_of`.
 Runs:  `num_experts_of` in every process that has the configuration; `routers_of` in every worker
        after load.
 
-Promise: the engine does not start if a tapped layer has no router, several routers, or a router of
-another width. Every rank has the whole row. Therefore tensor parallelism needs no extra code.
+Promise: the engine does not start if a tapped layer does not have exactly one router, or if the
+width of this router is not the configured number of experts. Every rank has the whole row of
+`router_logits`. Therefore tensor parallelism needs no extra code.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from vllm_scope.errors import ConfigError
 from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.request.sites import ROUTER_SITE, SITES, Place, Sites
 
-#: Names of the router in a model's layers.
+#: The names that models use for the router in a layer.
 _NAMES = ("gate", "router", "router_gate")
 _NAMED = f"additional_config['scope'].sites has {ROUTER_SITE!r}"
 
 
 def num_experts_of(vllm_config: VllmConfig) -> int:
-    """The size of a row of `router_logits` by the configuration. `routers_of` checks it later.
+    """The size of a row of `router_logits` in the configuration. `routers_of` checks this size
+    later.
 
     Raises:
         ConfigError: the model has no experts.
@@ -39,7 +41,7 @@ def num_experts_of(vllm_config: VllmConfig) -> int:
 
 
 def routers_of(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:
-    """Layer -> the router of its experts, for layers whose `router_logits` are tapped.
+    """Maps each layer whose `router_logits` are tapped to the router of the layer's experts.
 
     Raises:
         ConfigError: a layer has no router, several routers, or a router of another width.
@@ -54,7 +56,8 @@ def routers_of(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:
 def _router_in(layer: nn.Module, number: int, num_experts: int | None) -> nn.Module:
     from vllm.model_executor.layers.linear import ReplicatedLinear
 
-    # The module of the experts can also contain the router. named_modules lists the router once.
+    # The module of the experts can also contain the router, but named_modules lists the router only
+    # once.
     here = [
         module for name, module in layer.named_modules()
         if name.rpartition(".")[2] in _NAMES and isinstance(module, ReplicatedLinear)

@@ -1,11 +1,13 @@
-"""Reads from the model runner which tokens a forward will compute, just before the forward.
+"""Reads from the model runner, just before a forward, which tokens the forward will compute.
 
-Owns:  one seam for each runner, wrapped on the instance.
-Runs:  in the worker, just before the forward. V1's seam runs only for real steps. V2's seam also
-       runs for dummy steps, whose requests are unknown to the worker.
+Owns:  one wrapper for each version of the model runner, which is set on the runner object.
+Runs:  in the worker, just before the forward. With Model Runner V1, the wrapper runs only for real
+       steps. With V2, the wrapper also runs for dummy steps, whose requests the worker does not
+       know.
 To:    steps (`begin` with a StepBatch).
 
-Both runners reorder batches. Therefore the scheduler's order does not give the request of a row.
+Both model runners change the order of requests in a batch. Therefore the scheduler's order does not
+say to which request a row belongs.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from vllm_scope.engine.vllm_types import InputBatchV1, InputBatchV2, ModelRunner
 from vllm_scope.engine.worker import sampling
 from vllm_scope.errors import CompatError
 
-#: A function of (batch, positions on the device by row). The positions can have padding.
+#: A function that gets the batch, and the position of each row as a tensor on the device. The
+#: tensor can have padding at its end.
 BeginStep = Callable[[StepBatch, Tensor], None]
 
 
@@ -31,7 +34,8 @@ def version_of(runner: object) -> str:
     """ "V1" or "V2".
 
     Raises:
-        CompatError: the runner lacks the seam of V1 and the seam of V2.
+        CompatError: the runner has neither the method of V1 nor the method of V2 that must be
+            wrapped.
     """
     if not hasattr(runner, "_dummy_run"):
         raise CompatError(f"{type(runner).__name__} has no `_dummy_run`")
@@ -53,7 +57,8 @@ def attach(
 ) -> None:
     """Call `begin_step` before each forward of `runner` for which `has_requests()` is True.
 
-    `before_dummy` is called before each dummy forward. A dummy forward must not run the last plan.
+    `before_dummy` is called before each dummy forward, because a dummy forward must not use the
+    plan of the last step.
     """
     dummy_run = runner._dummy_run
 
@@ -76,8 +81,7 @@ def dummy_forward(
     """Call `plan`, then run one forward of dummy tokens, without attention, KV cache or graph.
 
     Returns:
-        On the last pipeline stage, the model's output, [num_tokens, hidden_size]. If there is one
-        token, the first row is the token's row.
+        On the last pipeline stage, the model's output, [num_tokens, hidden_size].
     """
     plan()
     run = getattr(runner, "scope_dummy_run", runner._dummy_run)  # `attach` sets scope_dummy_run
@@ -111,7 +115,7 @@ def _zero_attention(runner: ModelRunner) -> Iterator[None]:
 
 
 def is_optimistic(runner: ModelRunner, version: str) -> bool:
-    """True if the host's positions can count draft tokens that are not verified yet.
+    """True if the positions on the host can count draft tokens that are not verified yet.
     vllm 0.32, v1/worker/gpu_model_runner.py, _prepare_inputs"""
     if version == "V2":
         return bool(runner.num_speculative_steps > 0)

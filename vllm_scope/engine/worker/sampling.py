@@ -1,13 +1,13 @@
-"""Log-probabilities of named tokens in a step with other requests, for Model Runner V1.
+"""Makes Model Runner V1 return the right log-probabilities if only some requests name tokens.
 
-Owns:  the seam on V1's sampler.
-Runs:  in every worker process with V1, in the sampler.
+Owns:  the wrapper of V1's sampler.
+Runs:  in the sampler of every worker process with V1.
 
 A request can name the tokens whose log-probabilities it wants (`logprob_token_ids`), as cells of
 sweeps do. If one request of a step names tokens, V1's sampler returns only named tokens for all
-requests. Requests for the likeliest tokens then get padding. With drafts, the worker then fails.
-With this wrapper, each request gets its own tokens, as with V2. If a step has drafts, requests that
-name tokens still do not get the log-probabilities of these tokens.
+requests. Requests for the likeliest tokens then get padding, or the worker fails if it uses draft
+tokens. With this wrapper, each request gets the log-probabilities that it wants, as with V2. If a
+step has draft tokens, requests that name tokens still get no log-probabilities of the named tokens.
 vllm 0.30 to 0.33, v1/sample/sampler.py, Sampler.forward
 """
 
@@ -44,7 +44,7 @@ def _forward(
     of_all, sampled = output.logprobs_tensors.logprobs, output.sampled_token_ids[:, 0].long()
     likeliest = self.gather_logprobs(of_all, most, token_ids=sampled)
     named = self.gather_specific_token_logprobs(of_all, asked, sampled)
-    # Pinned memory, as in vLLM's own code, lets the host continue without the device.
+    # With pinned memory, as in vLLM's own code, the host does not wait for the device.
     rows = torch.tensor(list(asked), pin_memory=self.pin_memory)
     rows = rows.to(sampled.device, non_blocking=True)
     output.logprobs_tensors = likeliest._replace(
@@ -55,8 +55,8 @@ def _forward(
 
 
 def _joined(likeliest: Tensor, named: Tensor, rows: Tensor, padding: float) -> Tensor:
-    """`likeliest`, with rows of `named` at the indices `rows`. The result is [num_requests, columns
-    of the wider tensor]. Shorter rows are padded."""
+    """A copy of `likeliest`, in which the rows at the indices `rows` are rows of `named`. The
+    result has as many columns as the wider tensor. Shorter rows get padding."""
     size = max(likeliest.shape[1], named.shape[1])
     found = likeliest.new_full((len(likeliest), size), padding)
     found[:, : likeliest.shape[1]] = likeliest
@@ -67,5 +67,6 @@ def _joined(likeliest: Tensor, named: Tensor, rows: Tensor, padding: float) -> T
 
 @cache
 def wrap() -> None:
-    """Wrap V1's sampler. Only V1's workers call this, because the sampler's import takes time."""
+    """Wrap V1's sampler. Only workers with V1 call this function, because the import of the sampler
+    takes time."""
     wrapping.wrap("Sampler.forward", _forward)

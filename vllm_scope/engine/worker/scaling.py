@@ -1,8 +1,8 @@
-"""Applies the scales that policies set for the edits of their requests, in one worker.
+"""Applies, in one worker, the scales that policies set for the edits of requests.
 
 Owns:  Scaling.
 Runs:  in every worker, on its main thread.
-From:  attach (the step's news, equal on all ranks).   To: worker.plan.
+From:  attach (the step's news, which is the same on all ranks).   To: worker.plan.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.worker.plan import Planner
 
-#: (a request's resolved spec, its prompt ids, True if this rank delivers) -> the request's program
-#: at this worker's boundaries.
+#: A function of a request's resolved spec, its prompt ids, and a bool that is True if this rank
+#: delivers rows. The function returns the request's program at this worker's boundaries.
 Compile = Callable[[Resolved, Sequence[int], bool], RequestProgram]
 
 
@@ -25,9 +25,9 @@ class _Scaled:
     """One request whose policy can set scales.
 
     Attributes:
-        asked: the resolved spec, with the newest scales.
-        columns: as in core.news.Entrant.
-        drains: as in RequestProgram.compile.
+        asked: the request's resolved spec, with the newest scales.
+        columns: the value of core.news.Entrant.columns.
+        drains: the argument `drains` of RequestProgram.compile.
     """
 
     asked: Resolved
@@ -37,7 +37,7 @@ class _Scaled:
 
 
 class Scaling:
-    """Requests whose scales can change. Verbs: `add_request`, `begin_step`, `finish_request`."""
+    """Requests whose scales can change. Methods: `add_request`, `begin_step`, `finish_request`."""
 
     def __init__(self, planner: Planner, compile_: Compile) -> None:
         self._planner, self._compile = planner, compile_
@@ -61,7 +61,7 @@ class Scaling:
         """Apply new scales before the step's forward.
 
         Returns:
-            (request, error) for each request whose scales could not be changed.
+            The id and the error of each request whose scales could not be changed.
         """
         failed: list[tuple[str, Exception]] = []
         for req_id, changes in scales.items():

@@ -1,7 +1,7 @@
-"""Computes the sizes of a worker's arena and ring, and how many slots one token can take.
+"""Computes the sizes of a worker's arena and ring, and the number of slots that a token can take.
 
 Owns:  Sizes, Limits, `check_memory`.
-Runs:  in every worker, at load. Workers send `Limits` to front-ends.
+Runs:  in every worker, at the model's load. Workers send their Limits to front-ends.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, boundaries_of
 from vllm_scope.program.operations import Cost
 from vllm_scope.request.sites import kind_of
 
-#: The largest arena on a CPU in bytes, unless one tap of the largest step needs more.
+#: The size in bytes of the largest arena on a CPU, unless one tap of the largest step needs more.
 HOST_ARENA_BYTES = 64 << 20
-#: The number of steps of the largest captured graph for which an arena on a GPU has room.
+#: An arena on a GPU has room for this number of steps of the largest captured graph.
 STEPS_IN_ARENA = 3
-#: Room for one token at one tap, in rows: one row for each of three points, and one for scores.
+#: The number of rows for which one tap has room for each token: one row at each of three points,
+#: and one row for scores.
 ROWS_PER_TAP = 4
-#: The largest shared host memory for rows in bytes, unless the arena is larger.
+#: The size in bytes of the largest ring in host memory, unless the arena is larger.
 MAX_HOST_BYTES = 1 << 30
 
 
@@ -32,12 +33,14 @@ class Limits(msgspec.Struct, frozen=True):
     """The largest numbers and sizes that one request can have on this engine.
 
     Attributes:
-        row_bytes: as in layout.Widths.
-        token_slots: slots that one token can deliver in a captured graph; 0 without graphs.
-        tap_slots: slots that one token can deliver at one tap.
-        vectors, programs, ops: entries of the device tables, for all requests together.
-        optimistic: as in StepBatch.
-        states: entries for the states of gates, for all requests together.
+        row_bytes: the value of layout.Widths.row_bytes.
+        token_slots: the number of slots that one token can deliver in a captured graph; 0 if there
+            are no graphs.
+        tap_slots: the number of slots that one token can deliver at one tap.
+        vectors, programs, ops: the number of entries of the device tables, for all requests
+            together.
+        optimistic: the value of StepBatch.optimistic.
+        states: the number of entries for the states of gates, for all requests together.
     """
 
     row_bytes: tuple[int, ...]
@@ -64,9 +67,9 @@ class Limits(msgspec.Struct, frozen=True):
     def check(self, layouts: Sequence[Layout]) -> None:
         """Raises CapacityError if a token cannot deliver one of these layouts.
 
-        The front-end has checked only the request's own actions. The request can deliver more rows:
-        global sinks add reads, server-wide edits separate two points, and one row can have several
-        codecs.
+        The front-end has checked only the request's own actions. The request can deliver more rows,
+        because global sinks add reads, two points can have different rows with server-wide edits,
+        and one row can have several codecs.
         """
         excess = self.excess(*layouts)
         if excess is not None:
@@ -77,15 +80,16 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 def check_memory(asked: Mapping[str, int], config: ScopeConfig, free: int, where: str) -> None:
-    """Check that the memory for the options is free, before the options allocate it.
+    """Check that the memory that the options need is free, before this memory is allocated.
 
     Args:
-        asked: option of `config` -> bytes, in the order of the allocations.
+        asked: the number of bytes that each option of `config` needs, in the order of the
+            allocations.
         free: the number of free bytes.
-        where: the owner of this memory, for the error's text, such as "the device cuda:0".
+        where: the name of the device or host in the error's text, such as "the device cuda:0".
 
     Raises:
-        ConfigError: an option needs more than is free.
+        ConfigError: an option needs more memory than is free.
     """
     left = free
     for option, num_bytes in asked.items():
@@ -105,7 +109,7 @@ def check_memory(asked: Mapping[str, int], config: ScopeConfig, free: int, where
         left -= num_bytes
 
 
-@lru_cache(maxsize=4096)  # many requests have the same layouts
+@lru_cache(maxsize=4096)  # a cache, because many requests have the same layouts
 def _excess(limits: Limits, layout: Layout) -> str | None:
     widths = limits.widths
     # If one row has several codecs, a token takes more slots in the ring than in the arena.
@@ -122,12 +126,12 @@ def _excess(limits: Limits, layout: Layout) -> str | None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The quantities that determine the sizes of a worker's rings.
+    """The numbers from which the sizes of a worker's arena and ring are computed.
 
     Attributes:
         boundaries: the boundaries of the whole model's taps.
-        max_rows: tokens of the largest step.
-        graph_rows: tokens of the largest captured graph; 0 without graphs.
+        max_rows: the number of tokens of the largest step.
+        graph_rows: the number of tokens of the largest captured graph; 0 if there are no graphs.
         cuda: True if the arena is on a GPU.
     """
 
@@ -139,19 +143,20 @@ class Sizes:
 
     @property
     def _row_slots(self) -> list[int]:
-        """Slots of one row at each tap. The list has one entry for the arena of an engine without
-        taps."""
+        """The number of slots of one row at each tap. The list of an engine without taps has one
+        entry, for its arena."""
         return [self.widths.row_slots[kind_of(b)] for b in self.boundaries or (0,)]
 
     @property
     def slots_of_all(self) -> int:
-        """Slots of one row of every tap."""
+        """The number of slots that one row of every tap takes in total."""
         return sum(self._row_slots)
 
     def arena_slots(self, config: ScopeConfig) -> int:
-        """Slots of the arena. Raises ConfigError if `arena_mib` is too small."""
-        # If a step does not fit, each tap is drained alone. Therefore one tap of the largest step
-        # must fit. In a captured graph no tap is drained alone. Therefore the whole graph must fit.
+        """The number of slots of the arena. Raises ConfigError if `arena_mib` is too small."""
+        # The arena must have room for one tap of the largest step, because each tap is drained
+        # alone if a step does not fit. The arena must have room for a whole captured graph, because
+        # no tap is drained alone in a graph.
         whole, widest = self.slots_of_all, max(self._row_slots)
         in_graphs = self.graph_rows * whole if self.cuda else 0
         least = max(self.max_rows * widest, in_graphs)
@@ -171,7 +176,8 @@ class Sizes:
 
     @staticmethod
     def host_slots(arena_slots: int) -> int:
-        """Slots of the host ring: twice the arena's slots, within bounds, for slow front-ends."""
+        """The number of slots of the ring in host memory. If possible, the ring has twice as many
+        slots as the arena."""
         return max(arena_slots, min(2 * arena_slots, MAX_HOST_BYTES // SLOT_BYTES))
 
     def limits(self, arena_slots: int, capacity: Cost, optimistic: bool, states: int = 0) -> Limits:

@@ -1,12 +1,12 @@
-"""Plans each forward of a worker before the forward runs, and delivers its rows after the forward.
+"""Plans each forward of a worker before it runs, and delivers the rows of the forward afterwards.
 
-Owns:  Steps, the worker's state of the current step.
+Owns:  Steps (what a worker knows about the current step).
 Runs:  in every worker process, on its main thread.
 From:  runners (StepBatch), worker.plan.   To: tap.tables, arena, transport.ring, drain.
 
-Promise: if a step's rows fit into the arena, the worker reserves room for them in the ring or in
-the arena before the forward starts. If the rows do not fit, the worker reserves room in the arena
-for one tap at a time, before that tap writes.
+Promise: if a step's rows fit into the arena, the worker reserves room for the rows in the ring or
+in the arena before the forward starts. If the rows do not fit, the worker reserves room in the
+arena for one tap at a time, before that tap writes.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from vllm_scope.worker.step_plan import StepPlan
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: If a step delivers at most this size, taps on a GPU write the rows directly to host memory. The
-#: taps then wait for PCIe (20 us for 1 MiB), which is less than the host's time for a copy.
+#: If a step delivers at most this number of bytes, taps on a GPU write the rows directly to host
+#: memory. Such taps wait for PCIe (20 us for 1 MiB), but a copy by the host would take longer.
 MOST_DIRECT_BYTES = 1 << 20
 
 
 class Steps:
     """The steps of one worker with taps. Implements tap.op.StepRoute.
 
-    Verbs: `begin`, `end`, and `clear` before a forward without a plan.
+    Methods: `begin`, `end`, and `clear` before a forward without a plan.
 
     Args:
-        boundaries: the boundaries of the whole model's taps. A tap's number is its index here.
-        delivery: None on a rank that delivers no rows.
+        boundaries: the boundaries of the whole model's taps, in the order of the taps' numbers.
+        delivery: the worker's WorkerDelivery; None on a rank that delivers no rows.
         functions: the Python functions of requests; None if this engine runs no functions.
-        fail: called with (id of a request that cannot be planned, the reason).
+        fail: called with the id of a request that cannot be planned, and with the reason.
 
     Attributes:
         active: True while a forward with programs is running.
-        num_steps, num_planned: the number of forwards so far; the number with programs.
+        num_steps, num_planned: the number of all forwards so far, and of forwards with programs.
     """
 
     def __init__(
@@ -78,12 +78,13 @@ class Steps:
 
         Args:
             batch: the requests and tokens of the forward.
-            positions: [num_rows or more], device: the true positions.
+            positions: the correct positions, as a tensor [num_rows or more] on the device.
         """
         try:
             self._begin(batch, positions)
         except Exception as error:
-            # An error of this package: this step's requests with taps fail, the engine continues.
+            # This package has an error: all requests with taps in this step fail, but the engine
+            # continues.
             logger.exception("vllm-scope: a step could not be planned")
             self.fail()
             self._tables.clear_step()
@@ -118,7 +119,8 @@ class Steps:
             # Each tap is drained alone. A token's slot is its index among the tokens that deliver.
             slots: NDArray[np.int64] = np.cumsum(plan.delivers) - plan.delivers
         else:
-            # The next step usually has the same rows, one position later and in the next slots.
+            # Usually the next step has the rows of the same requests, one position later and in the
+            # next slots.
             if self._planner.is_steady and self._tables.point_at(positions):
                 if self._tables.move_on(plan.program_ids, first, in_ring):
                     return
@@ -127,7 +129,7 @@ class Steps:
         self._tables.load_step(plan.rows, plan.program_ids, plan.owners, slots, in_ring, repeat)
 
     def _repeat(self, plan: StepPlan, first: int) -> Repeat:
-        """The data by which the next steps can repeat a step whose first slot is `first`."""
+        """The data with which the next steps can repeat a step whose first slot is `first`."""
         assert self._delivery is not None
         since = np.zeros(len(plan.rows), np.int64)
         since[plan.delivers] = plan.labels.positions
@@ -142,7 +144,8 @@ class Steps:
         if direct and self._arena.slots.is_cuda and not plan.labels.encodes:
             self._lease = self._delivery.ring.acquire(plan.num_slots)
             return self._lease.start
-        # The ring is at least as large as the arena. Therefore these rows also fit into the ring.
+        # The ring is at least as large as the arena. Therefore rows that fit into the arena also
+        # fit into the ring.
         if max(plan.num_slots, plan.num_delivered) <= self._arena.num_slots:
             self._region = self._arena.acquire(plan.num_slots)
             return self._region.start
@@ -177,7 +180,7 @@ class Steps:
         )
 
     def clear(self) -> None:
-        """Forget the last plan. Called before a forward without a plan."""
+        """Drop the last plan. Called before a forward without a plan."""
         self._tables.clear_step()
 
     def fail(self) -> None:

@@ -2,7 +2,7 @@
 
 Owns:  SumsCalls.
 Runs:  in workers, on the worker's thread.
-From:  attach, which registers the calls; engine.moments, which calls.   To: worker.summing.
+From:  attach (registers the calls), engine.moments (makes the calls).   To: worker.summing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SumsCalls:
         self._scope = scope
 
     def by_name(self) -> dict[str, Callable[..., object]]:
-        """Name of a remote call -> the function."""
+        """The functions that answer the remote calls, by the name of the call."""
         return {
             "scope_names_of_moments": self.names,
             "scope_held_moments": self.held,
@@ -31,7 +31,7 @@ class SumsCalls:
         }
 
     def names(self, name: str) -> list[tuple[str, int, str]]:
-        """(site, layer, label) of all sums of a name on this worker."""
+        """The site, the layer and the label of all sums of a name on this worker."""
         none: list[tuple[Place, str]] = []
         found = self._scope.of_sums(lambda sums: sums.names(name), none)
         return [(place.site, place.layer, label) for place, label in found]
@@ -42,10 +42,10 @@ class SumsCalls:
         return self._scope.of_sums(lambda sums: sums.held(), none)
 
     def read(self, name: str, site: str, layer: int, label: str) -> dict[str, object] | None:
-        """The current sums, as batch.sums.Packed; None if this worker does not have them."""
+        """The current sums, as batch.sums.Packed; None if this worker does not have these sums."""
         found = self._scope.of_sums(lambda sums: sums.read(name, Place(site, layer), label), None)
         return None if found is None else msgspec.structs.asdict(found)
 
     def drop(self, name: str) -> bool:
-        """Forget the sums of a name. Returns False if this worker has no such sums."""
+        """Drop the sums of a name. Returns False if this worker has no such sums."""
         return self._scope.of_sums(lambda sums: sums.drop(name), False)

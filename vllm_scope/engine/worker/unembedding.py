@@ -1,14 +1,14 @@
 """Makes the lens of a loaded model from its final norm and its unembedding.
 
 Owns:  LogitsCall, `logits_call`, `lens_of`, `check_lens`.
-Runs:  in every worker, one time, after the canary. With several ranks, `logits_call` also runs when
-       the model is loaded.
+Runs:  in every worker, once, after the canary. With several ranks, `logits_call` also runs when the
+       model is loaded.
 From:  graph.anatomy (the final norm), vLLM's LogitsProcessor.   To: own_lens, worker.lens.
 
-Promise: the lens applies the model's own modules: the norm after the layers, then the
-LogitsProcessor with the same head and bias. A dummy forward checks that the model computes nothing
-else between the last layer and the logits. If the check fails, the model has no lens. A request for
-a lens then gets an error with the reason.
+Promise: the lens applies the model's own norm after the layers, and then the model's own
+LogitsProcessor with the same unembedding and bias. A dummy forward checks that the model computes
+nothing else between the last layer and the logits. If the check fails, the model has no lens. Each
+request for a lens then gets an error with the reason.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ from vllm_scope.errors import CompatError
 from vllm_scope.request.sites import Place, Sites
 from vllm_scope.worker.lens import DeviceLens
 
-#: The largest allowed error of the lens, divided by the length of the model's own result. The model
-#: applies its norm before a row is rounded, the lens applies the norm to the rounded row. With a
-#: wrong norm, the quotient is about 1. The same bounds hold for logits.
+#: The largest allowed error of the lens, relative to the length of the model's own result. The
+#: error is not 0, because the model applies its norm before a row is rounded, and the lens applies
+#: the norm to the rounded row. With a wrong norm, the relative error is about 1. The same bounds
+#: are used for logits.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-#: Numbers of rows of the lens's first calls. Some models' norms are compiled for one row, for two
-#: rows and for many rows. The first calls compile the norms. Otherwise the drain thread would.
+#: The numbers of rows in the first calls of a lens. The norms of some models are compiled for one
+#: row, for two rows and for many rows. The first calls compile these norms, so that the drain
+#: thread need not do it.
 _FIRST_ROWS = (1, 2, 3)
 
 
 @dataclass
 class LogitsCall:
-    """One call of a model's LogitsProcessor: its arguments and its result.
+    """The arguments and the result of one call of a model's LogitsProcessor.
 
     Attributes:
-        model: the model's name, for messages.
-        args: the head, rows [n, hidden_size], and more arguments.
-        logits: [n, vocab_size]; None on ranks to which vLLM returns no logits.
+        model: the model's name, for the text of errors.
+        args: the unembedding module (head), the rows [n, hidden_size], and further arguments.
+        logits: the result, [n, vocab_size]; None on ranks to which vLLM returns no logits.
     """
 
     model: str
@@ -58,10 +60,12 @@ class LogitsCall:
         return self.args[0]
 
     def logits_by(self, parts: Sequence[nn.Module]) -> Callable[[Tensor], Tensor]:
-        """A function from rows [n, hidden_size] to logits [n, vocab_size], made of all parts.
+        """A function that computes logits [n, vocab_size] from rows [n, hidden_size], with all
+        parts.
 
         Raises:
-            CompatError: the call has a tensor that is unknown on the other ranks.
+            CompatError: the head is split, and the call has a tensor that is not the head's. The
+                other ranks' parts of this tensor are unknown.
         """
         made = [self._logits_of(head) for head in parts]
         if len(made) == 1:
@@ -81,9 +85,9 @@ class LogitsCall:
         return made
 
     def _of(self, head: nn.Module, value: object) -> object:
-        """The argument of a call with `head` in place of `value`. If `value` is a tensor of this
-        call's own head, the result is the tensor of `head` with the same name. Other values are
-        returned unchanged."""
+        """The argument `value` for a call with `head` in place of this call's own head. If `value`
+        is a tensor of the own head, the result is the tensor of `head` with the same name. Other
+        values are returned unchanged."""
         if not isinstance(value, Tensor):
             return value
         for name, one in tensors_of(self.head).items():
@@ -97,7 +101,7 @@ class LogitsCall:
 def check_lens(
     config: VllmConfig, is_last: bool, sites: Sites, here: Collection[int], unembedding_mib: float
 ) -> None:
-    """Check whether this engine supports a lens. `lens_of` checks the model later.
+    """Check whether this engine supports a lens of its model. `lens_of` checks the model later.
 
     Args:
         is_last: True on the last pipeline stage.
@@ -105,7 +109,7 @@ def check_lens(
         unembedding_mib: additional_config['scope'].unembedding_mib.
 
     Raises:
-        CompatError: the engine does not support a lens. The text says what the lens needs.
+        CompatError: the engine does not support a lens. The error says what a lens needs.
     """
     if not is_last:
         raise CompatError(
@@ -139,14 +143,14 @@ def lens_of(
     """The lens of a model.
 
     Args:
-        call: the LogitsCall for the model's output in the forward that computed `row`.
+        call: the LogitsCall with the output of the forward that computed `row`.
         final_norm: `Anatomy.norm_here`.
-        row: [hidden_size], the row at the exit of the last layer in a forward.
-        parts: the unembedding's parts of all tensor-parallel ranks, from vocabulary.gather_parts.
-            None if the model's own unembedding is whole.
+        row: the row after the last layer in one forward, [hidden_size].
+        parts: the parts of the unembedding from all tensor-parallel ranks
+            (vocabulary.gather_parts). None if this rank has the whole unembedding.
 
     Raises:
-        CompatError: the model cannot have such a lens. The text says why.
+        CompatError: a lens would not compute what the model computes. The error says why.
     """
     if final_norm is None:
         raise CompatError(f"{call.model} does not call exactly one norm after its layers")
@@ -155,7 +159,8 @@ def lens_of(
     assert isinstance(logits, Tensor)
     head = call.head
     if parts is None:
-        # On a CPU, two threads cannot use the model's own unembedding at the same time.
+        # On a CPU, the lens uses a copy, because two threads cannot use the same unembedding at the
+        # same time.
         parts = [part_alone(head, tensors_of(head))] if hasattr(head, "cpu_linear") else [head]
     with torch.inference_mode():
         if not _near(norm(row[None]), hidden, row.dtype):
@@ -170,7 +175,7 @@ def lens_of(
 
 
 def _near(found: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
-    """True if two tensors of this dtype are equal up to rounding."""
+    """True if two tensors are equal except for the rounding of `dtype`."""
     if found.shape != exact.shape:
         return False
     error = (found.float() - exact.float()).norm()
@@ -178,7 +183,7 @@ def _near(found: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """A function that applies a norm to rows, without a residual and without the norm's tap.
+    """A function that applies a norm to rows, without adding a residual and without the norm's tap.
 
     vLLM compiles some norms. A norm's forward_native is not compiled, and any thread can call it.
     """
@@ -187,7 +192,7 @@ def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
     def norm(rows: Tensor) -> Tensor:
         made = call(rows)
-        found = made[0] if isinstance(made, tuple) else made  # Cohere's norm: (rows, residual)
+        found = made[0] if isinstance(made, tuple) else made  # a tuple from Cohere's norm
         assert isinstance(found, Tensor)
         return found
 
@@ -195,16 +200,17 @@ def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def logits_call(model: nn.Module, hidden: Tensor) -> LogitsCall:
-    """Run the model's `compute_logits`, and return its call of LogitsProcessor.
+    """Run the model's `compute_logits`, and return the call of LogitsProcessor that it makes.
 
-    All tensor-parallel ranks call this function together.
+    All tensor-parallel ranks must call this function at the same time.
 
     Args:
-        model: vLLM's model, with `compute_logits`.
+        model: vLLM's model, which has a method `compute_logits`.
         hidden: [n, hidden_size], the model's output.
 
     Raises:
-        CompatError: the model does more than one call of LogitsProcessor.
+        CompatError: the model does not make exactly one call of LogitsProcessor, or changes the
+            row or the logits outside this call.
     """
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 

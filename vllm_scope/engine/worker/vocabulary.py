@@ -1,9 +1,9 @@
-"""Gathers all ranks' parts of the unembedding on the first rank of a tensor-parallel group.
+"""Gathers the parts of the unembedding from all ranks on the first rank of a tensor-parallel group.
 
 Owns:  `gather_parts`, `renew_parts`, `part_alone`, `tensors_of`.
 Runs:  in every worker of a tensor-parallel group, on its main thread, at the model's load and after
        a change of the weights.
-From:  unembedding, which finds the head; vLLM's group.   To: own_lens.
+From:  unembedding (finds the head), vLLM's group of ranks.   To: own_lens.
 
 Promise: ranks exchange messages for a lens only before the first request and after a change of the
 weights. A rank that applies a lens waits for no other rank.
@@ -22,7 +22,7 @@ from vllm_scope.errors import CompatError, ConfigError
 
 
 def check_part(head: nn.Module, group: Any) -> None:
-    """Raises CompatError if the parts of a head cannot be gathered.
+    """Raises CompatError if this package cannot gather the parts of an unembedding.
 
     Args:
         head: the model's own unembedding on this rank.
@@ -36,18 +36,18 @@ def check_part(head: nn.Module, group: Any) -> None:
 
 
 def gather_parts(head: nn.Module, group: Any, most_mib: float) -> tuple[nn.Module, ...]:
-    """On the first rank: the parts of all ranks, in the order of the vocabulary. Otherwise empty.
+    """The parts of all ranks, in the order of the vocabulary. Empty except on the first rank.
 
-    Every rank of the group calls this function, on its main thread. The tensors travel through host
-    memory.
+    Every rank of the group must call this function, on its main thread. The ranks send the tensors
+    through host memory.
 
     Args:
-        head: this rank's unembedding, after a successful `check_part`.
+        head: this rank's part of the unembedding, for which `check_part` raised no error.
         group: vLLM's tensor-parallel group.
         most_mib: additional_config['scope'].unembedding_mib.
 
     Raises:
-        ConfigError: the parts of the other ranks take more than `most_mib`. Every rank raises the
+        ConfigError: the parts of the other ranks take more than `most_mib`. Every rank raises this
             error.
     """
     tensors = tensors_of(head)
@@ -67,9 +67,9 @@ def gather_parts(head: nn.Module, group: Any, most_mib: float) -> tuple[nn.Modul
 
 
 def renew_parts(head: nn.Module, parts: Sequence[nn.Module], group: Any) -> None:
-    """Copy the current weights of the ranks' heads into the memory of the parts.
+    """Copy the current weights of the ranks' heads into the parts that the first rank holds.
 
-    Every rank of the group calls this function, as for `gather_parts`.
+    Every rank of the group must call this function, as for `gather_parts`.
 
     Args:
         parts: the result of `gather_parts`.
@@ -80,13 +80,14 @@ def renew_parts(head: nn.Module, parts: Sequence[nn.Module], group: Any) -> None
 
 
 def _others(head: nn.Module, group: Any) -> list[int]:
-    """The ranks whose parts the first rank lacks. Empty if every rank has the whole head."""
+    """The ranks whose parts the first rank does not have. Empty if every rank has the whole
+    head."""
     return list(group.ranks[1:]) if head.tp_size != 1 else []
 
 
 def _exchanged(head: nn.Module, group: Any) -> list[dict[str, Tensor]]:
-    """On the first rank: the tensors of each rank's part. Empty on all other ranks. The tensors of
-    other ranks are in host memory. After the call, no rank waits for another rank."""
+    """On the first rank, the tensors of each rank's part by name. On all other ranks, the result is
+    empty. The tensors of other ranks are in host memory."""
     tensors, others = tensors_of(head), _others(head, group)
     if not group.rank_in_group:
         came = [
@@ -105,11 +106,11 @@ def tensors_of(head: nn.Module) -> dict[str, Tensor]:
 
 
 def part_alone(head: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of a head with other tensors. The copy computes only the logits of its own part. Any
-    thread can use the copy.
+    """A copy of a head with the given tensors. The copy computes the logits only for the tokens of
+    these tensors, and any thread can use the copy.
 
     Args:
-        tensors: by name, as from `tensors_of`.
+        tensors: the tensors by name, as `tensors_of` returns them.
     """
     own = copy.copy(head)
     own._parameters = {
@@ -119,8 +120,8 @@ def part_alone(head: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     own._buffers = {name: tensors.get(name) for name in head._buffers}
     own.tp_size = 1  # type: ignore[assignment]
     if hasattr(head, "cpu_linear"):
-        # On a CPU, vLLM's product has a state (oneDNN's memory). Two threads must not use this
-        # state at the same time.
+        # On a CPU, vLLM's matrix product uses memory of oneDNN, which two threads must not use at
+        # the same time.
         # vllm 0.32, model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm
         own.cpu_linear = nn.functional.linear  # type: ignore[assignment]
     return own
@@ -132,7 +133,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _received(like: Tensor, rank: int, group: Any) -> Tensor:
-    """Another rank's tensor, in host memory."""
+    """A tensor that another rank has sent, in host memory."""
     host = torch.empty(like.shape, dtype=like.dtype)
     torch.distributed.recv(host.reshape(-1).view(torch.uint8), rank, group=group.cpu_group)
     return host

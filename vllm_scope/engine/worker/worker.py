@@ -1,12 +1,12 @@
-"""One worker with taps: load, requests, close, and answers to remote calls.
+"""Controls the taps of one worker: installs taps, plans requests, and answers remote calls.
 
 Owns:  ScopeWorker, one for each of vLLM's workers.
 Runs:  in every worker process, on its main thread.
 From:  attach (vLLM's calls).   To: loading, steps, delivery.
 
-Promise: if no request has taps, a step costs only a few attribute tests. The worker then uploads no
-data and examines no request. If the reads or edits of a request fail, the request gets an error
-with the reason. All other requests and the engine continue.
+Promise: if no request has taps, a step takes only the time of a few attribute tests. In such a
+step, the worker uploads no data and examines no request. If the reads or edits of a request fail,
+the request gets an error with the reason. All other requests and the engine continue.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ T = TypeVar("T")
 
 
 class ScopeWorker:
-    """The taps of one worker, and the requests with taps.
+    """The taps of one worker, and the worker's requests with taps.
 
-    Verbs: `load`, `check_canary`, `add_requests`, `finish_requests`, `close`. `steps` runs for each
+    Methods: `load`, `check_canary`, `add_requests`, `finish_requests`, `close`. `steps` plans each
     forward.
 
     Attributes:
         reason: why the model cannot be tapped; None if it can be tapped.
-        steps: None if the model cannot be tapped.
-        lens: None if the model cannot be tapped.
+        steps: the worker's Steps; None if the model cannot be tapped.
+        lens: the worker's OwnLens; None if the model cannot be tapped.
         here: boundaries with a tap on this worker.
     """
 
@@ -102,9 +102,11 @@ class ScopeWorker:
         self._scaling: Scaling | None = None
         self._pair_makers: dict[str | LensKey, PairMaker] = {}
         self._heard = Heard()
-        #: All entrants of EngineCore's news that have not ended, also requests that failed.
+        #: The ids of all requests that entered with EngineCore's news and have not ended. Requests
+        #: that failed on this worker are included.
         self._entered: set[str] = set()
-        #: Request whose scores are stored for its KV blocks -> (key, digest of the probes).
+        #: Maps each request whose scores are stored for its KV blocks to its key and the digest of
+        #: the probes.
         self._keeping: dict[str, tuple[int, bytes]] = {}
 
     # Load
@@ -123,8 +125,8 @@ class ScopeWorker:
             self.reason = str(error)
             logger.warning("vllm-scope: no taps on this model: %s.", error)
             return
-        # The parts of the configuration for requests are checked now, because an error must prevent
-        # the engine's start.
+        # The parts of the configuration that apply to requests are checked now, so that the engine
+        # does not start if they are wrong.
         if global_reads(self.config, self.sites) != global_reads(
             self.config, replace(self.sites, moved=())
         ):
@@ -141,7 +143,7 @@ class ScopeWorker:
             checking.register_module(name, load_vectors(path))
 
     def _tap_model(self, runner: ModelRunner, groups: Sequence[object]) -> None:
-        """Install taps. Raises CompatError for a model that is then served without taps."""
+        """Install taps. Raises CompatError if the model must be served without taps."""
         self.runner_version = runners.version_of(runner)
         proved = self._proved = proved_anatomy(
             runner, self.runner_version, self._vllm_config, self.sites, groups
@@ -189,11 +191,11 @@ class ScopeWorker:
             self._delivery.drain.settle()
 
     def renew(self, failed: str | None = None) -> None:
-        """Copy the model's current weights into the lens. Every worker calls this method after a
-        change of the weights, also after a failed change.
+        """Copy the model's current weights into the lens. Every worker must call this method after
+        a change of the weights, even if the change failed.
 
         Args:
-            failed: the error of this worker's change of weights; None if it succeeded.
+            failed: the error, if the change of weights failed on this worker; otherwise None.
         """
         from vllm.distributed.parallel_state import get_tp_group
 
@@ -216,7 +218,7 @@ class ScopeWorker:
         """Check in dummy forwards that every tap writes a row, and prepare the model's lens.
 
         Raises:
-            CompatError: a tap wrote nothing. The engine does not start.
+            CompatError: a tap wrote nothing. In this case, the engine does not start.
         """
         from vllm.config import set_current_vllm_config
 
@@ -239,8 +241,8 @@ class ScopeWorker:
             steps.active = False
 
     def _check_rows(self, forward: Forward) -> None:
-        """Compare the rows of the compiled graph with the rows of the forward that proved where
-        the stream is. If the rows differ, serve the model without taps."""
+        """If the stream was found from numbers, compare the rows of the compiled graph with the
+        rows of an uncompiled forward. If the rows differ, the model is served without taps."""
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
         proved, reason = self._proved, None
@@ -257,7 +259,7 @@ class ScopeWorker:
         self.reason = agreed(reason, (get_tp_group(), get_pp_group()))
         if self.reason is not None:
             logger.warning("vllm-scope: no taps on this model: %s.", self.reason)
-            # The taps stay in the graph, and no step is planned.
+            # The taps stay in the compiled graph, but no step is planned any more.
             self._planner = self.steps = None
 
     def _begin_lens(self, lens: OwnLens, forward: Forward) -> None:
@@ -270,7 +272,7 @@ class ScopeWorker:
 
     @property
     def is_last(self) -> bool:
-        """True on the last pipeline stage. EngineCore reads only the outputs of that stage."""
+        """True on the last pipeline stage. EngineCore reads only the outputs of the last stage."""
         return bool(self.stage == self.num_stages - 1)
 
     # Requests
@@ -280,7 +282,8 @@ class ScopeWorker:
 
     @property
     def _is_quiet(self) -> bool:
-        """True if no request has taps, and no output must carry news of earlier requests."""
+        """True if no request has taps, and no data of earlier requests must be sent with an
+        output."""
         if self._entered or self._planner or self._faults:
             return False
         delivery = self._delivery
@@ -299,7 +302,8 @@ class ScopeWorker:
             self._planner.resume_request(req_id, num_tokens)
         for request in new_requests:
             entrant = news.entrants.get(request.req_id)
-            # V2 sends a preempted request again. The request's earlier rows stay valid.
+            # Model Runner V2 sends a preempted request again. The earlier rows of such a request
+            # stay valid.
             if entrant is not None and request.req_id not in self._entered:
                 self._entered.add(request.req_id)
                 self._add_request(request, entrant, news.held.get(request.req_id))
@@ -308,7 +312,7 @@ class ScopeWorker:
     def _add_request(
         self, request: NewRequestData, entrant: Entrant, made: Held | None = None
     ) -> None:
-        """Plan one request. If this is not possible, answer the request with the reason.
+        """Plan one request. If the request cannot be planned, answer the request with the reason.
 
         Args:
             made: the request's programs, if EngineCore runs in this process; otherwise None.
@@ -316,7 +320,7 @@ class ScopeWorker:
         assert self._planner is not None
         recipient, vectors = entrant.recipient, True
         # Server-wide edits and global sinks also apply to requests without a recipient, or with a
-        # recipient that awaits nothing. Global sinks get the names of such a recipient.
+        # recipient that awaits nothing. Global sinks get the request's names from such a recipient.
         told = recipient if recipient is not None and recipient.awaits else None
         key = NOBODY if told is None else told.key
         try:
@@ -325,8 +329,8 @@ class ScopeWorker:
                 cell.place.boundary in self.here
                 for one in asked.banked if one.after is None for cell in one.cells
             ):  # fmt: skip
-                # EngineCore expects these scores. If this worker refuses the request, the worker
-                # reports the scores to EngineCore as lost.
+                # EngineCore expects that this worker stores these scores. If the worker refuses the
+                # request, the worker reports the scores as lost.
                 self._keeping[request.req_id] = key, entrant.scores
             vectors = bool(asked.edits or asked.banked)
             delivery = self._expect(request, told)
@@ -354,8 +358,8 @@ class ScopeWorker:
                 held = None
                 if program.has_vectors:
                     held = made
-                    # EngineCore's programs deliver rows. If this worker lacks room, the request's
-                    # programs must not deliver rows.
+                    # The programs that EngineCore made deliver rows. If this worker has no room for
+                    # the rows, the request needs programs that deliver no rows.
                     if held is None or not program.made(held):
                         held = program.held(entrant.columns, self._heard.digest_of(entrant.spec))
                 self._planner.add_request(request.req_id, key, program, held, entrant.logged)
@@ -364,7 +368,7 @@ class ScopeWorker:
                 self._scaling.add_request(
                     request.req_id, asked, prompt_ids, entrant.columns, drains
                 )
-            # `every` is None if this worker needs no program: other stages have the probes.
+            # `every` is None if this worker needs no program, because other stages have the probes.
             every = program.generated_superset() if entrant.scores and key != NOBODY else None
             if every is not None and self._delivery is not None:
                 self._delivery.keep_scores(key, entrant, every.layout)
@@ -372,8 +376,8 @@ class ScopeWorker:
             self._refuse(request.req_id, vectors, key, error)
 
     def accept(self, accepted: Mapping[str, int]) -> None:
-        """Tell the drain how many tokens of requests with Moments are accepted. The worker calls
-        this method before these requests end or continue."""
+        """Give the drain the number of accepted tokens of each request with Moments. The worker
+        calls this method before these requests end or continue."""
         if self._planner is None or self._delivery is None:
             return
         keys = {req_id: self._planner.key_of(req_id) for req_id in accepted}
@@ -385,14 +389,14 @@ class ScopeWorker:
         """Begin the later stages of requests.
 
         Args:
-            begun: request -> the probes whose verdicts the stages needed.
+            begun: the probes whose verdicts the stages waited for, by request.
         """
         for req_id, firsts in begun.items():
             try:
                 if self._planner is not None:
                     self._planner.begin_stages(req_id, firsts)
             except CapacityError as error:
-                # The request's result counts the scores as missing.
+                # In the request's result, the scores of the stage count as missing.
                 logger.warning("vllm-scope: request %s: %s", req_id, error)
             except Exception:
                 logger.exception("vllm-scope: a later stage of %s could not begin", req_id)
@@ -404,12 +408,13 @@ class ScopeWorker:
             self._fail(req_id, f"new scales of the request's policy could not be applied: {error}")
 
     def _end_unwatched(self, req_id: str, asked: Resolved, reason: str) -> None:
-        """End a request without scores, if one of its probes or its policy can stop the request."""
+        """End a request for which no scores can be computed, if a probe or a policy can stop the
+        request."""
         if (asked.stopping or asked.policy) and self._faults is not None:
             self._faults.fail(req_id, reason)
 
     def _refuse(self, req_id: str, vectors: bool, key: int, error: Exception) -> None:
-        """Answer a request that could not be added. Other requests and the engine continue."""
+        """Answer a request that could not be added. All other requests and the engine continue."""
         reason = str(error)
         if isinstance(error, ScopeError):
             logger.warning("vllm-scope: request %s could not be added: %s", req_id, error)
@@ -427,7 +432,7 @@ class ScopeWorker:
     def _expect(
         self, request: NewRequestData, recipient: Recipient | None
     ) -> WorkerDelivery | None:
-        """This worker's delivery. None without delivery, or if the request's front-end is not
+        """This worker's delivery. None if there is no delivery, or if the front-end is not
         connected."""
         if self._delivery is not None and recipient is not None:
             try:
@@ -440,7 +445,7 @@ class ScopeWorker:
     def _check_size(
         self, asked: Resolved, program: RequestProgram, columns: tuple[bytes, ...]
     ) -> None:
-        """Run `Limits.check`, one time for all requests of a spec with the same columns."""
+        """Run `Limits.check` once for all requests that have the same spec and the same columns."""
         known = asked.__dict__.get("_fits")
         if known is None or known[0] is not self.limits or known[1] != columns:
             self.limits.check(program.held(columns).layouts)
@@ -453,11 +458,11 @@ class ScopeWorker:
     def finish_requests(
         self, req_ids: Iterable[str], ended: Mapping[str, Ended] | None = None
     ) -> None:
-        """Forget ended requests.
+        """Remove ended requests.
 
         Args:
-            ended: id of a request with sinks -> the tokens that the scheduler accepted, and why the
-                request ended.
+            ended: for each request with sinks, the tokens that the scheduler accepted, and why the
+                request ended. The keys are request ids.
         """
         if self._planner is None or not self._entered:
             return
@@ -473,7 +478,7 @@ class ScopeWorker:
             if key is not None:
                 self._finish(key, error, (ended or {}).get(req_id))
         if not self._planner and self._delivery is not None:
-            # No request with taps runs, so that the drain thread can deliver at full speed.
+            # The drain thread can now deliver at full speed, because no request with taps runs.
             self._delivery.drain.hurry()
 
     def begin_launch(self) -> None:
@@ -486,16 +491,17 @@ class ScopeWorker:
             self._delivery.drain.end_launch()
 
     def deliver_soon(self) -> None:
-        """Start the delivery of stored scores of new requests' prompts. Called after the forward of
-        these requests is enqueued."""
+        """Start to deliver the stored scores of new requests' prompts. The worker calls this method
+        after the forward of these requests is enqueued."""
         if self._delivery is not None:
             self._delivery.drain.nudge()
 
     def keep_blocks(self, filled: Mapping[str, tuple[int, Sequence[bytes]]]) -> None:
-        """Store the scores of blocks. The scores come from forwards that are already enqueued.
+        """Store the scores of KV blocks. The forwards that compute these scores are already
+        enqueued.
 
         Args:
-            filled: as StepNews.filled.
+            filled: the value of StepNews.filled.
         """
         known = ((self._keeping.get(req_id), *blocks) for req_id, blocks in filled.items())
         some = [
@@ -506,13 +512,13 @@ class ScopeWorker:
             self._delivery.drain.keep(some)
 
     def forget_scores(self, keys: Sequence[ScoreKey]) -> None:
-        """Drop scores that EngineCore has forgotten."""
+        """Drop the stored scores that EngineCore no longer needs."""
         if self._delivery is not None:
             self._delivery.drain.forget(keys)
 
     def with_endings(self, output: object) -> object:
-        """A step's output, with this step's data for EngineCore: edits whose rows are not finite,
-        verdicts of probes, new scales of policies, and lost scores."""
+        """Adds to a step's output the worker's data for EngineCore: faults of edits, verdicts of
+        probes, new scales of policies, and lost scores."""
         if self._is_quiet:
             return output
         if self._faults is None:  # EngineCore does not see the outputs of this stage
@@ -547,10 +553,10 @@ class ScopeWorker:
     # Remote calls (`collective_rpc` finds these methods on the worker)
 
     def connect(self, address: dict[str, object]) -> Connected:
-        """Connect to a front-end. Returns the result of `describe` with two more fields.
+        """Connect to a front-end. Returns the result of `describe`, and two more fields.
 
-        `road` is the transport of the front-end's rows. If `needs_tcp` is True, the front-end
-        calls again with a TCP address.
+        `road` is the transport by which the front-end gets rows. If `needs_tcp` is True, the
+        front-end must call again with a TCP address.
         """
         body: Connected = {**self.describe(), "road": None, "needs_tcp": False}
         if self._delivery is not None:
@@ -581,7 +587,7 @@ class ScopeWorker:
         }
 
     def counters(self) -> dict[str, object]:
-        """The worker's counts since its start, for tests and metrics."""
+        """The counts of the worker since it started, for tests and metrics."""
         planner, steps = self._planner, self.steps
         return {
             "pid": os.getpid(),
@@ -594,9 +600,11 @@ class ScopeWorker:
         }
 
     def of_sums(self, call: Callable[[Summing], T], none: T) -> T:
-        """The result of `call` with this worker's sums; `none` if the worker has no drain."""
+        """The result of `call` for this worker's sums. If the worker has no drain, the result is
+        `none`."""
         return none if self._delivery is None else self._delivery.drain.of_sums(call)
 
     def flush(self) -> dict[str, str | None]:
-        """Make ended requests visible at every sink. Returns sink -> the sink's error or None."""
+        """Make ended requests visible at every sink. Returns the error or None for each sink, by
+        name."""
         return self._delivery.flush() if self._delivery is not None else {}

@@ -3,8 +3,9 @@
 Owns:  the traced code around the op.
 Runs:  in the model's forward. The worker installs the taps before the first compiled call.
 
-Promise: if no row is edited, the module computes the same as before. If q, k or v is a slice of
-wider rows, the op gets a copy of the slice. Otherwise the compiler would copy the wider rows.
+Promise: if no row is edited, the module computes the same values as without taps. If q, k or v is a
+slice of wider rows, the op gets a copy of the slice. Without this copy, the compiler would copy the
+wider rows.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from vllm_scope.request.sites import ATTENTION_SITES, Place, Sites
 def install_attention_taps(
     anatomy: Anatomy, tap_of: Mapping[int, int], arena: Tensor, tables: Tables, sites: Sites
 ) -> tuple[int, ...]:
-    """Add taps to the attention of this worker's layers. Other args as in `install_taps`.
+    """Add taps to the attention of this worker's layers. The arguments that are not described here
+    are the same as in `install_taps`.
 
     Args:
         sites: gives the width of each site's rows.
@@ -50,8 +52,8 @@ def _tapped_attention(
     """A subclass of `base`, whose forward takes query, key and value.
 
     Args:
-        sizes: site with a tap -> the number of elements of a row.
-        splits: as in Anatomy.
+        sizes: for each site with a tap, the number of elements of a row.
+        splits: the attribute `splits` of Anatomy.
     """
 
     class Tapped(base):

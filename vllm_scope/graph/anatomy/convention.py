@@ -5,17 +5,19 @@ Owns:  Convention; `convention_of`, which reads the convention from the source o
 Runs:  one time, after the model is loaded.
 From:  source.   To: layers.
 
-Promise: fail closed. Two independent signs must agree: the values that the layer returns, and how
-the model uses the last layer's values (the final norm's arguments). If the signs disagree or are
-not understood, numbers must prove the stream (supposed.py). Without a proof there are no taps.
+Promise: if the convention is not certain, the model gets no taps. Two independent signs must agree:
+the values that the layer returns, and how the model uses the values of the last layer (the
+arguments of the final norm). If the signs disagree or are not understood, supposed.py must find the
+convention from the numbers of a forward. If there is no such convention, the model gets no taps.
 
-Most decoder layers of vLLM 0.32 return (hidden, residual), and the stream is the sum. Some layers
-return one tensor. Other layers return a residual that `hidden` contains already: the sum would be
-silently wrong. The forward of these layers has an unconditional `residual = hidden_states`. A layer
-is refused if this assignment depends on any condition except a missing residual.
+Most decoder layers of vLLM 0.32 return (hidden, residual), and the stream is their sum. Some layers
+return one tensor. Other layers return a residual that is already a part of `hidden`, so hidden +
+residual would be silently wrong. The forward of these other layers has an unconditional `residual =
+hidden_states`. A layer is refused if its assignment `residual = hidden_states` depends on any
+condition except a missing residual.
 
-Two special cases at the model's end: a norm can return its residual unchanged (Cohere). Layers can
-return None as the residual, and then the model adds no residual (Gemma 4).
+There are two special cases at the model's end. The final norm can return its residual unchanged
+(Cohere). Layers can return None as the residual, and then the model adds no residual (Gemma 4).
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def convention_of(layer: nn.Module, model: nn.Module) -> Convention:
     """The convention of a decoder layer inside its model.
 
     Raises:
-        CompatError: there is no source, or the signs in the source are unknown or disagree.
+        CompatError: there is no source code, or its two signs are unknown or disagree.
     """
     name, outer = type(layer).__name__, type(model).__name__
     forward = forward_of(layer)
@@ -74,8 +76,8 @@ def convention_of(layer: nn.Module, model: nn.Module) -> Convention:
 
 
 def final_norm_of(model: nn.Module) -> str | None:
-    """The attribute of the only norm that a model calls after its layers. None if the model calls
-    several norms or no norm."""
+    """The name of the model's attribute that is the only norm after the layers. None if the model
+    calls several norms or no norm."""
     forward = _model_forward(model)
     end = max(node.end_lineno or 0 for node in ast.walk(forward) if isinstance(node, ast.For))
     found = {
@@ -120,7 +122,7 @@ def _returns_named_pair(layer: ast.FunctionDef) -> bool:
 
 
 def _returned_object(layer: ast.FunctionDef) -> str | None:
-    """`SomeClass` of `return SomeClass(...)`; None for other returns."""
+    """The name `SomeClass` in `return SomeClass(...)`. None for other return statements."""
     for node in _returns(layer):
         if isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
             name = node.value.func.id
@@ -130,7 +132,7 @@ def _returned_object(layer: ast.FunctionDef) -> str | None:
 
 
 def _check_single_pass(forward: ast.FunctionDef, name: str) -> None:
-    """Raise if a layer can run two times in a forward: there would be two rows for a position."""
+    """Raises CompatError if a layer can run two times in a forward (with two rows per position)."""
     loops = [
         node
         for node in ast.walk(forward)
@@ -152,7 +154,7 @@ def _overwrites_residual(layer: ast.FunctionDef, name: str) -> bool:
     """True if the forward has an unconditional `residual = hidden_states`.
 
     Raises:
-        CompatError: the forward has this assignment under a condition.
+        CompatError: the forward has `residual = hidden_states` under a condition.
     """
     if any(_is_overwrite(node) for node in layer.body):
         return True
@@ -168,7 +170,7 @@ def _overwrites_residual(layer: ast.FunctionDef, name: str) -> bool:
 
 
 def _is_overwrite(node: ast.stmt) -> bool:
-    """True for `residual = hidden_states`."""
+    """True if the statement is `residual = hidden_states`."""
     return (
         isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Name)
@@ -178,12 +180,12 @@ def _is_overwrite(node: ast.stmt) -> bool:
 
 
 def _asks_for_no_residual(test: ast.expr) -> bool:
-    """True for a test whether the residual is missing, as in the first layer, or exists."""
+    """True if the expression tests whether there is a residual."""
     return ast.unparse(test) in ("residual is None", "residual is not None", "not residual")
 
 
 def _model_forward(model: nn.Module) -> ast.FunctionDef:
-    """The forward that loops over the layers: the forward of the class, or of a base class."""
+    """The forward with the loop over the layers, from the model's class or a base class."""
     for owner in type(model).__mro__:
         if "forward" in vars(owner):
             function = forward_of(model, owner)
@@ -193,7 +195,7 @@ def _model_forward(model: nn.Module) -> ast.FunctionDef:
 
 
 def _returns_none(layer: ast.FunctionDef) -> bool:
-    """True if each return is `hidden, None`."""
+    """True if each return statement returns a pair whose second value is None."""
     values = [node.value for node in _returns(layer)]
     return all(
         isinstance(value, ast.Tuple)
@@ -220,8 +222,8 @@ class _NoResidual(ast.NodeTransformer):
 
 
 def _joins_residual(forward: ast.FunctionDef, model: nn.Module) -> bool:
-    """True if the model ends with hidden + residual, or with a norm(hidden, residual) that adds
-    both."""
+    """True if the model's forward adds the residual to `hidden`, or calls a norm(hidden, residual)
+    that adds both."""
     for node in ast.walk(forward):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             names = [a.id for a in node.args if isinstance(a, ast.Name)]
@@ -239,12 +241,12 @@ def _joins_residual(forward: ast.FunctionDef, model: nn.Module) -> bool:
 
 
 def _leaves_residual(norm: nn.Module | None) -> bool:
-    """True if a norm only returns its second argument, unchanged."""
+    """True if a norm uses its second argument only to return this argument unchanged."""
     if norm is None:
         return False
     forward = forward_of(norm)
     names = [arg.arg for arg in forward.args.args]
-    if len(names) != 3:  # self, hidden and residual
+    if len(names) != 3:  # the names are self, hidden and residual
         return False
     returned = {
         id(one)

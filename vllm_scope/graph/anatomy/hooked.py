@@ -1,6 +1,6 @@
 """Decoder layers that call Python functions before and after they run.
 
-Runs:  in models that are not compiled. Functions can also be installed after the first forward.
+Runs:  in models that are not compiled. Functions can be installed at any time.
 
 A layer's exit tap runs after the functions, on the rows that the functions have changed.
 """
@@ -17,9 +17,10 @@ from vllm_scope.graph.anatomy.convention import Convention
 from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.graph.anatomy.tapped import rebuilt
 
-#: Args: the layer's number; True before the layer runs, False after the layer; hidden; residual.
-#: The stream is `hidden`, or hidden + residual if there is a residual. Both tensors are
-#: [num_tokens, hidden_size]. A function is allowed to edit them in place.
+#: The arguments are the layer's number, True before the layer runs or False after it, and the
+#: tensors `hidden` and `residual`. The stream is `hidden`, or hidden + residual if there is a
+#: residual. `hidden` and `residual` are [num_tokens, hidden_size]. A function may edit the tensors
+#: in place.
 Call = Callable[[int, bool, Tensor, Tensor | None], None]
 
 
@@ -49,7 +50,7 @@ def _hooked_layer(base: type, convention: Convention, number: int, call: Call) -
             _call(call, number, False, hidden, residual if sums else None)
             return out
 
-    # Taps look for `hidden_states` in the signature.
+    # The code that installs taps looks for `hidden_states` in the signature.
     Hooked.forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     Hooked.__name__ = Hooked.__qualname__ = f"Hooked{base.__name__}"
     return Hooked

@@ -1,7 +1,7 @@
 """Finds the decoder layers of a loaded model.
 
-Owns:  Anatomy; `find_anatomy` and `supposed_anatomies`, which return it.
-Runs:  in every worker, after load. Uses only torch, not vLLM.
+Owns:  Anatomy; `find_anatomy` and `supposed_anatomies`, which return objects of this class.
+Runs:  in every worker, after the model is loaded. Uses only torch, not vLLM.
 """
 
 from __future__ import annotations
@@ -23,25 +23,23 @@ class Anatomy:
     """The decoder layers of this worker's part of the model, and their convention.
 
     Attributes:
-        layers: layer number (global, from 0) -> module.
+        layers: the module of each layer, by the layer's number in the whole model (from 0).
         num_layers: the number of layers of the whole model, in all pipeline stages.
         convention: how the stream is computed from the values that a layer returns.
         path: the name of the module list that contains the layers.
-        attention: layer number -> the module that is called with q, k and v. Only for layers with
-            taps on that module.
-        projections: layer number -> the module of its MLP whose input is `mlp_post`. Only for
-            layers with a tap on that module.
-        routers: layer number -> the module whose output is `router_logits`. Only for layers with a
-            tap on that module.
-        blocks: `attn_in` or `mlp_in` at a layer -> the module whose input the site is. Only for
-            places with a tap.
-        splits: site whose rows are split over the tensor-parallel ranks -> the split. Empty with
-            one rank.
+        attention: for each layer with taps on q, k, v or z, the module that is called with q, k and
+            v.
+        projections: for each layer with a tap on `mlp_post`, the module whose input is `mlp_post`.
+        routers: for each layer with a tap on `router_logits`, the router of the layer's experts.
+        blocks: for each place of the site `attn_in` or `mlp_in` with a tap, the module that has
+            this site as its input.
+        splits: the split of each site whose rows are split over the tensor-parallel ranks. Empty if
+            there is one rank.
         norm: the name of the norm after the last layer, in the module that runs the layers. None if
             the source does not show the norm.
-        norm_here: the module of `norm`. None on a pipeline stage without this module.
+        norm_here: the norm after the last layer. None on a pipeline stage without this norm.
         unread: the reason why the source is not understood. None if the source is understood. If
-            there is a reason, `convention` is a supposition: numbers must prove it.
+            there is a reason, `convention` is a supposition that numbers must prove.
     """
 
     layers: dict[int, nn.Module]
@@ -79,7 +77,7 @@ def find_anatomy(
             list whose layers contain modules with a cache.
 
     Raises:
-        UnreadError: the source of the layers or of the model is not understood.
+        UnreadError: the source code of the layers or of the model is not understood.
         CompatError: no list or more than one list fits, or the layers have different conventions.
     """
     path, parent, layers = _decoder_of(model, num_layers, is_missing, has_cache)
@@ -103,15 +101,15 @@ def supposed_anatomies(
     has_cache: Callable[[nn.Module], bool],
     unread: str,
 ) -> tuple[Anatomy, ...]:
-    """One anatomy for each convention, of a model whose source is not understood.
+    """For a model whose source code is not understood: one anatomy for each convention.
 
     Args:
-        model, num_layers, is_missing, has_cache: as for `find_anatomy`.
+        model, num_layers, is_missing, has_cache: the arguments of `find_anatomy`.
         unread: the reason why the source is not understood.
 
     Raises:
-        CompatError: as `find_anatomy`. Or the module that contains the layers does not have exactly
-            one norm. Or this worker does not have that norm.
+        CompatError: `find_anatomy` would raise CompatError, the module that contains the layers
+            does not have exactly one norm, or this worker does not have that norm.
     """
     path, parent, layers = _decoder_of(model, num_layers, is_missing, has_cache)
     norms = [name for name, _ in parent.named_children() if is_norm(name)]
@@ -134,7 +132,8 @@ def _decoder_of(
     is_missing: Callable[[nn.Module], bool],
     has_cache: Callable[[nn.Module], bool],
 ) -> tuple[str, nn.Module, dict[int, nn.Module]]:
-    """The path of the list of layers, the module with the list, and this worker's layers."""
+    """The path of the module list of the layers, the module that contains this list, and this
+    worker's layers."""
     found: list[tuple[str, nn.Module, dict[int, nn.Module]]] = []
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:

@@ -1,12 +1,14 @@
 """Where a decoder layer's stream can be read between its attention and its MLP.
 
-Owns:  `norm_before_mlp`: the name of the norm whose input is `resid_mid`.
+Owns:  `norm_before_mlp`, which returns the name of the norm whose input is `resid_mid`.
 Runs:  one time, after the model is loaded.
 From:  source.   To: tapped.
 
-Promise: fail closed. Between the calls of attention and MLP, exactly one norm has the whole stream
-as its input. This norm adds the residual (`hidden, residual = norm(hidden, residual)`), or follows
-directly after `residual = hidden`. Every path through the forward calls the attention and the norm.
+Promise: a layer is refused if its source does not meet these conditions. Between the calls of
+attention and MLP, exactly one norm has the whole stream as its input. This norm adds the residual
+(`hidden, residual = norm(hidden, residual)`), or follows directly after `residual = hidden`. Every
+path through the forward calls the attention and the norm. (Gemma also has a norm of the attention's
+output alone. The input of that norm is not the stream.)
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ _MLP_WORDS = ("mlp", "feed_forward", "ffn", "moe")
 
 @dataclass(frozen=True)
 class _Call:
-    """`target = self.name(args)`, or `target = source`. In the second case `name` is empty, and
-    `args` has only `source`."""
+    """The statement `target = self.name(args)` or `target = source`. For `target = source`, `name`
+    is empty, and `args` has only `source`."""
 
     name: str
     args: tuple[str, ...]
@@ -38,7 +40,8 @@ def norm_before_mlp(layer: nn.Module, convention: Convention) -> str:
     """The name of the layer's attribute that is the norm before the MLP.
 
     Raises:
-        CompatError: the layer's source has no such norm or several, or a path without the norm.
+        CompatError: the layer's source has no norm before the MLP, several such norms, or a path
+            that does not call the norm or the attention.
     """
     name = type(layer).__name__
     forward = forward_of(layer)
@@ -66,7 +69,7 @@ def norm_before_mlp(layer: nn.Module, convention: Convention) -> str:
             f"{name}.forward has {names} where one norm between attention and MLP was expected"
         )
     (norm,) = found
-    # If a path skips the norm or the attention, the norm's input can come from another place.
+    # If a path skips the norm or the attention, the norm's input is not always `resid_mid`.
     for what, is_it in (("its attention", _is_attention), (f"the norm {norm}", norm.__eq__)):
         if not _always(forward.body, is_it):
             raise CompatError(f"{name}.forward may leave out {what}")
@@ -74,8 +77,8 @@ def norm_before_mlp(layer: nn.Module, convention: Convention) -> str:
 
 
 def _always(body: list[ast.stmt], is_it: Callable[[str], bool]) -> bool:
-    """True if every path through these statements raises, or calls a module with a fitting name.
-    `is_it` returns True for a fitting name."""
+    """True if every path through these statements raises an exception, or calls a module for whose
+    name `is_it` returns True."""
     for node in body:
         if isinstance(node, ast.Raise):
             return True
@@ -99,8 +102,8 @@ def _is_attention(name: str) -> bool:
 
 
 def _parse(node: ast.AST) -> list[tuple[tuple[int, int], _Call]]:
-    """The call `target = self.name(...)` or the assignment `residual = hidden`, with line and
-    column. Empty for any other node."""
+    """For the statement `target = self.name(...)` or `residual = hidden`: its line and column, and
+    the statement. Empty for any other node."""
     if not isinstance(node, ast.Assign) or len(node.targets) != 1:
         return []
     target, value, at = node.targets[0], node.value, (node.lineno, node.col_offset)

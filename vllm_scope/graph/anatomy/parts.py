@@ -1,4 +1,4 @@
-"""Gives single modules of a model a subclass whose forward has a tap.
+"""Gives some modules of a model (MLP, router, final norm) a subclass whose forward has a tap.
 
 Sites at a module's input: `attn_in` (attention), `mlp_in` (MLP), `mlp_post` (the MLP's down
 projection). Sites at a module's output: `router_logits` (router of experts), `ln_final` (the norm
@@ -30,14 +30,15 @@ from vllm_scope.request.sites import (
     Sites,
 )
 
-#: Names of the input parameter in the forwards of vLLM's modules.
-_INPUTS = ("hidden_states", "x", "input_")
+#: The names that vLLM's modules use for the input parameter of their forward.
+INPUTS = ("hidden_states", "x", "input_")
 
 
 def install_part_taps(
     anatomy: Anatomy, tap_of: Mapping[int, int], arena: Tensor, tables: Tables, sites: Sites
 ) -> tuple[int, ...]:
-    """Add taps to single modules of this worker's model. Args as in `install_attention_taps`.
+    """Add taps to modules that need one tap each. The arguments are the same as in
+    `install_attention_taps`.
 
     Returns:
         The boundaries that have a tap on this worker.
@@ -67,15 +68,15 @@ def install_part_taps(
 
 
 def input_of(module_class: type) -> str | None:
-    """The name of the input parameter. None if no parameter has a known name."""
+    """The name of the forward's parameter for its input. None if no parameter has a known name."""
     names = parameters(module_class)
-    return next((name for name in _INPUTS if name in names), None)
+    return next((name for name in INPUTS if name in names), None)
 
 
 def _tapped_input(base: type, site: str, size: int, split: Split | None) -> type[nn.Module]:
     name = input_of(base)
     at = 0 if name is None else parameters(base).index(name)
-    # If the layer's branches are parallel or have no norm, other modules can use the same input.
+    # If attention and MLP are parallel or have no norm, other modules can have the same input.
     copies = site in BLOCK_SITES
 
     class Tapped(base):
@@ -102,5 +103,5 @@ def _tapped_output(base: type, site: str, size: int, split: Split | None) -> typ
             rows = tap_rows(self, rows, getattr(self, f"scope_{site}"), size, split)
             return (rows, *others) if isinstance(out, tuple) else rows
 
-    Tapped.scope_base = base  # a lens calls the forward of `base`, which has no tap
+    Tapped.scope_base = base  # a lens calls the forward of `base`, because that forward has no tap
     return named(Tapped, base)

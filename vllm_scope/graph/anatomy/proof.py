@@ -1,22 +1,22 @@
-"""Checks by the numbers of one forward that a model computes what its anatomy says.
+"""Checks whether the numbers of one forward agree with the anatomy of the model.
 
 Owns:  `find_faults`, `may_return`, `row_error`; Findings.
 Runs:  one time, after the model is loaded and before the model gets taps.
 From:  watched.   To: supposed, engine.worker.proving.
 
-The source of the model gives the anatomy. The recorded rows show independently where the stream is.
-`find_faults` tests these statements:
-1. The stream that a layer returns is the stream that the next layer gets. If the two differ, the
-   model changes the stream between the two layers.
+The anatomy comes from the source code of the model. The rows that were recorded in the forward show
+independently where the residual stream is. `find_faults` tests these statements:
+1. The stream that a layer returns is the stream that the next layer gets. If these streams differ,
+   the model changes the stream between the two layers.
 2. If a layer's first module is a norm, the input of the norm is the stream that the layer gets.
 3. resid_mid = resid_pre + attn_out, and resid_mid is the input of the norm before the MLP.
 4. resid_post = resid_mid + mlp_out.
 5. The stream that the last layer returns is the input of the norm after the layers.
 6. A router runs exactly one time in a forward, and returns rows of the model's dtype.
 7. Rows of q, k, v and z have the width that the model's configuration gives.
-Statements 3 and 4 are tested only for layers that return (hidden, residual). If a norm returns the
-sum hidden + residual, the norm's input is this sum; else the input is `hidden`. Rows with a number
-that is not finite are not compared.
+Statements 3 and 4 are tested only for layers that return (hidden, residual). If a norm returns
+hidden + residual, this sum is the input of the norm. Otherwise the input of the norm is `hidden`.
+Rows with a number that is not finite are not compared.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from vllm_scope.graph.anatomy.watched import LayerCall, NormCall, Watch
 from vllm_scope.request.sites import ROUTER_SITE
 
 #: The largest error that counts as rounding, divided by the row's length. The value is _STEPS times
-#: the dtype's eps, and at least _LEAST: a sum is rounded one or two times.
+#: the dtype's eps, and at least _LEAST. A sum in the model is rounded one or two times.
 _STEPS, _LEAST = 4, 1e-5
 
 
@@ -48,11 +48,11 @@ class Findings:
     """The findings of one forward of a model whose rows agree with its convention.
 
     Attributes:
-        wrong_sites: site -> the reason why the site's rows are not the rows that its name promises.
-        moved: the layers that get another stream than the layer before returned.
-        num_equal: the number of comparisons without a difference.
-        untold: a description of rows that could not be compared -> the layers of these rows.
-        streams: layer -> the stream that the layer returns, [num_tokens, hidden_size] in float32.
+        wrong_sites: for each site whose rows are not what the site's name promises, the reason.
+        moved: the layers whose input stream differs from the stream that the layer before returned.
+        num_equal: the number of comparisons that found no difference.
+        untold: for each description of rows that could not be compared, the layers of these rows.
+        streams: the stream that each layer returns, [num_tokens, hidden_size] in float32.
     """
 
     wrong_sites: Mapping[str, str]
@@ -69,9 +69,9 @@ def find_faults(
     """Test the rows of a recorded forward, and return the findings.
 
     Args:
-        middles: layer number -> the norm before the layer's MLP, for tests of statements 3 and 4.
+        middles: for each layer number, the norm before the MLP, which tests of resid_mid use.
         dtype: the model's dtype.
-        sizes: site inside the attention, with a tap -> the number of elements of a row.
+        sizes: for each site inside the attention that has a tap, the number of elements of a row.
 
     Raises:
         CompatError: a layer did not run exactly one time, or the rows contradict the convention.
@@ -117,7 +117,8 @@ def row_error(one: Tensor, other: Tensor) -> float | None:
 
 @dataclass
 class _Faults:
-    """Tests the statements for one forward. Rows are [num_tokens, hidden_size] in float32."""
+    """Tests whether the statements at the top of this file are true for one forward. Rows are
+    [num_tokens, hidden_size] in float32."""
 
     anatomy: Anatomy
     middles: Mapping[int, nn.Module]
@@ -214,7 +215,7 @@ class _Faults:
         return _stream(hidden, residual)
 
     def _input_of(self, norm: nn.Module | None) -> Tensor | None:
-        """The rows that a norm normalizes. None if the record does not show these rows."""
+        """The rows that a norm normalizes. None if these rows were not recorded."""
         calls = [] if norm is None else self.norms.get(norm, [])
         if len(calls) != 1:
             return None
@@ -233,8 +234,8 @@ class _Faults:
         return None
 
     def _gap(self, one: Tensor | None, other: Tensor | None, what: str, number: int) -> float:
-        """The largest relative error of a row. 0 if the error is rounding, or if rows are
-        missing."""
+        """The largest relative error of a row. 0 if the error is rounding, or if the rows cannot be
+        compared."""
         error = None
         if one is not None and other is not None and one.shape == other.shape:
             error = row_error(one, other)

@@ -5,7 +5,8 @@ Runs:  one time, after the model is loaded.
 To:    convention, middle.
 
 A forward can test the module's own flags (`if self.do_layer_norm_before:`). If the result of a test
-can never change, only the branch that runs is kept. For any other test, both branches are kept.
+can never change, only the branch that runs is kept. If the result of a test can change, both
+branches are kept.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from torch import nn
 
 from vllm_scope.errors import CompatError
 
-#: The line and the column of a test in the source.
+#: The line and the column of an `if` in the source code.
 _Place = tuple[int, int]
 
 
 @cache
 def function_of(function: Callable[..., object], owner: type) -> ast.FunctionDef:
-    """The syntax tree of a method.
+    """The syntax tree of the source code of a method.
 
     Raises:
         CompatError: the method's source cannot be read, or the method is not a plain function.
@@ -64,7 +65,7 @@ def forward_of(module: nn.Module, owner: type | None = None) -> ast.FunctionDef:
     return _settled(function, owner, frozenset(answers.items())) if answers else whole
 
 
-@cache  # many layers of a model have equal flags
+@cache  # cached, because many layers of a model have equal flags
 def _settled(
     function: Callable[..., object], owner: type, answers: frozenset[tuple[_Place, bool]]
 ) -> ast.FunctionDef:
@@ -79,7 +80,7 @@ def is_norm(name: str) -> bool:
 
 
 class _Settled(ast.NodeTransformer):
-    """Replaces each `if` whose test has a known result by the branch that runs."""
+    """Replaces each `if` statement by the branch that runs, if the result of its test is known."""
 
     def __init__(self, answers: Mapping[_Place, bool]) -> None:
         self._answers = answers
@@ -117,7 +118,7 @@ def _answer(test: ast.expr, module: nn.Module) -> bool | None:
 
 def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr, module: nn.Module) -> bool | None:
     """The result of `self.name is None`, `self.name == 3`, or a negation of these tests. None for
-    any other comparison, or if the result is not known."""
+    any other expression, or if the result is not known."""
     value = _attribute(left, module)
     if value is _UNKNOWN or not isinstance(right, ast.Constant):
         return None
@@ -132,7 +133,8 @@ _UNKNOWN = object()
 
 
 def _attribute(node: ast.expr, module: nn.Module) -> Any:
-    """The value of `self.name`. _UNKNOWN for any other expression."""
+    """The value of the attribute in an expression `self.name`. _UNKNOWN for any other
+    expression."""
     if (
         isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)

@@ -1,10 +1,10 @@
-"""Rows that tensor parallelism splits over the ranks: attention heads, and columns of the MLP.
+"""Joins and splits the rows that tensor parallelism divides over the ranks.
 
 Owns:  Split, which joins the parts of one site's rows, and splits the rows again.
 Runs:  in the model's graph, on every rank.
 
-Promise: the joined row equals the row of a model on one rank. All ranks make the same edits to the
-joined row. Then each rank continues with its own part.
+Promise: the joined row equals the row that a model on one rank would have. All ranks make the same
+edits to the joined row. Then each rank continues with its own part.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Split:
-    """The split of one site's rows.
+    """The rule that splits one site's rows over the ranks.
 
     Attributes:
-        whole, part: the number of elements of a row, and of this rank's part of a row.
+        whole, part: the numbers of elements of a whole row, and of this rank's part of a row.
         rank, num_ranks: this rank's index in the tensor-parallel group, and the group's size.
-        gather: [n, part] -> [n, num_ranks * part]. Returns the parts of all ranks, in rank order.
+        gather: takes this rank's parts, [n, part], and returns the parts of all ranks in rank
+            order, [n, num_ranks * part].
     """
 
     whole: int
@@ -33,8 +34,8 @@ class Split:
 
     @property
     def copies(self) -> int:
-        """How many successive ranks have the same part. If there are more ranks than key and value
-        heads, vLLM gives each head to several ranks."""
+        """The number of successive ranks that have the same part. If there are more ranks than key
+        and value heads, vLLM gives each head to several ranks."""
         return self.num_ranks * self.part // self.whole
 
     def joined(self, rows: Tensor) -> Tensor:

@@ -4,13 +4,14 @@ Owns:  `prove_supposed`, `stream_rows`, `compare_compiled`.
 Runs:  one time after the model is loaded, and one time after the model is compiled.
 From:  watched, proof.   To: engine.worker.proving.
 
-The numbers are those of one forward. The result holds for every forward, because of two facts:
-- The model is compiled as one graph, and vLLM drops the guards of the graph. Therefore Python takes
-  no branch later: every forward computes what the graph computes at load.
-- A layer gets the same tensor objects that the layer before it returned. Therefore the graph makes
-  no choice by values between two layers.
+The stream is found from the numbers of one forward. The result holds for every forward, because of
+two facts:
+- The model is compiled as one graph, and vLLM drops the guards of the graph. Therefore no Python
+  code can choose another branch later, and every forward computes the same function as at load.
+- A layer gets the same tensor objects that the layer before it returned. Therefore the graph does
+  not choose a layer's tensors by values.
 The graph is not traced in the forward that gave the numbers, and can come from a cache. Therefore
-the graph's rows are compared with the rows of an uncompiled forward of the same token.
+the graph's rows must be compared with the rows of an uncompiled forward of the same token.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ from vllm_scope.graph.anatomy.proof import Findings, find_faults, may_return, ro
 from vllm_scope.graph.anatomy.watched import LayerCall, Watch
 
 #: The largest error of a compiled row, divided by the row's length. The value is _STEPS times the
-#: dtype's eps, and at least _LEAST. The compiler rounds less often, and errors of layers add up.
+#: dtype's eps, and at least _LEAST. Two rows differ because the compiled graph rounds less often,
+#: and because the errors of all layers add up.
 _STEPS, _LEAST = 8, 1e-3
 
 
 def prove_supposed(
     anatomies: Sequence[Anatomy], watch: Watch, dtype: torch.dtype, hidden_size: int
 ) -> Anatomy:
-    """The only supposition that agrees with all rows of a recorded forward.
+    """The only anatomy in `anatomies` that agrees with all rows of a recorded forward.
 
     Args:
-        anatomies: one for each convention, as `supposed_anatomies` returns them.
+        anatomies: one anatomy for each convention, from `supposed_anatomies`.
         watch: the record of a forward whose first layer got random rows.
 
     Raises:
-        CompatError: no supposition agrees, or several agree. The message has the reasons.
+        CompatError: no anatomy, or more than one, agrees with the rows. The message says why.
     """
     good: list[Anatomy] = []
     reasons = [
@@ -69,10 +71,10 @@ def prove_supposed(
 
 
 def stream_rows(anatomy: Anatomy, watch: Watch, dtype: torch.dtype) -> dict[int, Tensor]:
-    """Boundary of the stream -> the first token's row, [hidden_size], float32 on the CPU.
+    """For each boundary of the stream, the first token's row: [hidden_size], float32 on the CPU.
 
     Args:
-        anatomy: an anatomy whose convention is proved.
+        anatomy: an anatomy whose convention `prove_supposed` has found to be right.
         watch: the record of a forward whose first layer got the model's own rows.
 
     Raises:
@@ -96,11 +98,12 @@ def compare_compiled(
     dtype: torch.dtype,
 ) -> None:
     """Compare the rows that taps read in the compiled graph with the rows of an uncompiled forward.
-    Both forwards have the same token.
+    The token is the same in the two forwards.
 
     Args:
-        rows, expected: boundary -> [hidden_size], float32 on the CPU. `rows` can have fewer
-            boundaries.
+        rows, expected: for each boundary, the row of the compiled graph and of the uncompiled
+            model, [hidden_size], float32 on the CPU. `rows` can have fewer boundaries than
+            `expected`.
         unread: the reason why the source is not understood.
         dtype: the model's dtype.
 

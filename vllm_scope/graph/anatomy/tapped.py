@@ -1,9 +1,9 @@
 """Gives decoder layers, and norms inside them, a subclass whose forward has taps.
 
 Owns:  the traced code around the op.
-Runs:  `install_taps` one time, after load and before the first compiled call. The compiler then
-       traces the forwards below into the model's graph. The graph never changes afterwards, because
-       vLLM drops torch.compile's guards.
+Runs:  `install_taps` runs one time, after the model is loaded and before its first compiled call.
+       The compiler then traces the forwards of this file into the model's graph. The graph never
+       changes after that, because vLLM drops torch.compile's guards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def install_taps(
 
     Args:
         anatomy: the layers.
-        tap_of: boundary -> column in the program table, of the whole model.
+        tap_of: for each boundary of the model with a tap, the tap's column in the program table.
         arena: [num_slots, elements of a slot], the arena's slots.
         tables: the device tables.
 
@@ -45,7 +45,7 @@ def install_taps(
     """
     layers = sorted(anatomy.layers.items())
     places = {number: _places_of(number, tap_of) for number, _ in layers}
-    # Check all layers before the first change. Then a refused model is served unchanged.
+    # Check all layers before the first change, so that a refused model is served unchanged.
     for number, layer in layers:
         _check(layer, number, places[number], anatomy.convention)
     for number, layer in layers:
@@ -55,7 +55,7 @@ def install_taps(
             norm = norm_of(layer, number, anatomy.convention)
             give_buffers(norm, inner, tap_of, arena, tables)
             norm.__class__ = _tapped_norm(type(norm), frozenset(inner), tables.hidden_size)
-        if "mlp_out" in here:  # the innermost subclass: requests' functions run outside it
+        if "mlp_out" in here:  # this must be the innermost subclass
             give_buffers(layer, {"mlp_out": here["mlp_out"]}, tap_of, arena, tables)
             layer.__class__ = _branching_layer(type(layer), tables.hidden_size)
         outer = {name: b for name, b in here.items() if name in ("entry", "exit")}
@@ -66,8 +66,8 @@ def install_taps(
 
 
 def _places_of(number: int, tap_of: Mapping[int, int]) -> dict[str, int]:
-    """Name of a place in the layer -> the place's boundary, for places with a tap."""
-    # Only layer 0 has a tap at its entry. Any other entry is the exit of the layer before.
+    """The boundary of each place in the layer that has a tap, by the name of the place."""
+    # Only layer 0 has a tap at its entry. Any other entry is the exit of the previous layer.
     places = {"entry": 0 if number == 0 else -1, "middle": 2 * number + 1}
     places["exit"] = 2 * number + 2
     places |= {site: Place(site, number).boundary for site in BRANCH_SITES}
@@ -106,7 +106,7 @@ def parameters(layer_class: type) -> list[str]:
 
 
 def norm_of(layer: nn.Module, number: int, convention: Convention) -> nn.Module:
-    """The norm in a layer whose input is `resid_mid`.
+    """The norm, in this layer, that gets `resid_mid` as its input.
 
     Raises:
         CompatError: as `norm_before_mlp`.
@@ -125,7 +125,7 @@ def give_buffers(
     arena: Tensor,
     tables: Tables,
 ) -> None:
-    """Register a tap's tensors as non-persistent buffers of the module."""
+    """Register the tensors that a tap uses as non-persistent buffers of the module."""
     tensors = {
         "arena": arena, "tokens": tables.tokens, "programs": tables.programs,
         "ops": tables.ops, "vectors": tables.vectors, "host": tables.host,
@@ -136,7 +136,7 @@ def give_buffers(
 
 
 def _tables(module: Any, number: Tensor) -> tuple[Tensor, ...]:
-    """The op's arguments after the stream, as in `definition.tap_rows`."""
+    """The op's arguments except `hidden` and `residual`, in the order of `definition.tap_rows`."""
     return (
         module.scope_arena, module.scope_tokens, module.scope_programs, module.scope_ops,
         module.scope_vectors, number, module.scope_host,
@@ -153,16 +153,16 @@ def tap_rows(
     """Tap rows of a site that is not on the stream.
 
     Args:
-        rows: [num_tokens, size], [num_tokens, heads, size of each], or [1, num_tokens, size].
-        number: the tap's row of Tables.taps.
-        split: how the rows are split over the ranks. None if each rank has whole rows.
+        rows: [num_tokens, size], [num_tokens, heads, size of a head], or [1, num_tokens, size].
+        number: the row of Tables.taps that belongs to the tap.
+        split: the split of the rows over the ranks. None if each rank has whole rows.
 
     Returns:
         The rows that the model must use after the tap: `rows`, or a copy of them.
 
     Raises:
-        CompatError: the rows have another width or dtype. In the arena they would overwrite other
-            rows. The error is raised while the graph is traced.
+        CompatError: the width or dtype of `rows` is wrong, so that the rows would overwrite other
+            rows in the arena. The error is raised while the graph is traced.
     """
     dtype = module.scope_arena.dtype
     width = size if split is None else split.part
@@ -171,7 +171,8 @@ def tap_rows(
         raise CompatError(f"a tap is given {came}, not rows of {width} {dtype}")
     if rows.stride(-1) != 1:
         raise CompatError("a tap is given rows whose numbers do not lie side by side")
-    # Without this copy, the compiler would copy the wider rows two times.
+    # If `rows` is a slice of wider rows, the compiler would copy the wider rows two times without
+    # this copy.
     flat = rows.reshape(-1, width).contiguous()
     if split is None:
         _tap(module, flat, None, number)
@@ -189,7 +190,7 @@ def fits(rows: Tensor, size: int) -> bool:
 
 
 def _tapped_layer(base: type, convention: Convention, places: frozenset[str]) -> type[nn.Module]:
-    """A subclass of `base` with taps at its entry and exit."""
+    """A subclass of `base` with taps at the entry and the exit of the layer."""
     entry, exit_ = "entry" in places, "exit" in places
     names = parameters(base)
     at = names.index("hidden_states") if "hidden_states" in names else -1
@@ -215,7 +216,8 @@ def _tapped_layer(base: type, convention: Convention, places: frozenset[str]) ->
 def _branching_layer(base: type, size: int) -> type[nn.Module]:
     """A subclass of `base` with a tap on the MLP's output. `base` returns (hidden, residual).
 
-    This is the innermost subclass, because edits and functions write the stream to the same tensor.
+    This is the innermost subclass, so that its tap reads the MLP's output before edits and
+    functions write the stream to the same tensor.
     """
 
     class Tapped(base):
@@ -223,13 +225,14 @@ def _branching_layer(base: type, size: int) -> type[nn.Module]:
             out = super().forward(*args, **kwargs)
             return (tap_rows(self, out[0], self.scope_mlp_out, size), *out[1:])
 
-    # The outer subclasses look for `hidden_states` in the signature.
+    # The code that makes the outer subclasses looks for `hidden_states` in the signature.
     Tapped.forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     return named(Tapped, base)
 
 
 def rebuilt(tapped: type, base: type, convention: Convention) -> type[nn.Module]:
-    """`base` with the taps of the class `tapped`. If `tapped` has no taps, `base` unchanged."""
+    """A subclass of `base` with the taps of the class `tapped`. If `tapped` has no taps, this is
+    `base` itself."""
     places = getattr(tapped, "scope_places", None)
     return base if places is None else _tapped_layer(base, convention, places)
 
@@ -241,7 +244,7 @@ def _tapped_norm(base: type, places: frozenset[str], size: int) -> type[nn.Modul
 
     class Tapped(base):
         def forward(self, hidden: Tensor, residual: Tensor | None = None) -> object:
-            if branch:  # before edits of the stream are written to `hidden`
+            if branch:  # this tap must run before edits of the stream are written to `hidden`
                 hidden = tap_rows(self, hidden, self.scope_attn_out, size)
             if middle:
                 _tap(self, hidden, residual, self.scope_middle)

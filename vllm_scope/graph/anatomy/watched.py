@@ -1,6 +1,6 @@
-"""Hooks record one forward of a model without taps.
+"""Records one forward of a model without taps, by hooks.
 
-Owns:  Watch, and its records: NormCall and LayerCall.
+Owns:  Watch, and the records NormCall and LayerCall.
 Runs:  one time, after the model is loaded. Not inside a compiled graph.
 From:  layers.   To: proof.
 
@@ -47,9 +47,9 @@ class LayerCall:
     """Copies of a layer's arguments, and of the values that the layer returned.
 
     Attributes:
-        calls: how many times the layer ran. The other attributes describe the last call.
+        calls: the number of times that the layer ran. The other attributes describe the last call.
         given: the arguments (hidden, residual).
-        handed: for each value that the layer before returned, True if this layer got the same
+        handed: for each value that the previous layer returned, True if this layer got the same
             tensor object. None for the first layer.
         first: the first child that the layer called.
         returned: the layer's return value.
@@ -69,11 +69,11 @@ class Watch:
         noise: True if random rows enter the first layer instead of the model's own rows.
 
     Attributes:
-        layers: layer number -> the record of the layer, in the order of layers.
-        norms: norm -> the norm's calls, for norms in the layers and for the norm after the layers.
-        routed: layer number -> the values that the layer's router returned, for `Anatomy.routers`.
-        attended: layer number -> site -> the rows that the layer's attention gets or returns, for
-            `Anatomy.attention`.
+        layers: the record of each layer by the layer's number, in the order of the layers.
+        norms: the calls of each norm, for norms in the layers and for the norm after the layers.
+        routed: for each layer in `Anatomy.routers`, the values that the layer's router returned.
+        attended: for each layer number in `Anatomy.attention`, by site, the rows that the layer's
+            attention gets or returns.
     """
 
     def __init__(self, anatomy: Anatomy, noise: bool = True) -> None:
@@ -141,7 +141,7 @@ class _LayerRecorder:
         self.call.calls += 1
         given = dict(zip(names, args, strict=False)) | kwargs
         hidden, residual = given.get("hidden_states"), given.get("residual")
-        if hidden is None:  # the argument has another name
+        if hidden is None:  # the parameter does not have the name `hidden_states`
             hidden = next(iter(_floats(given.values())), None)
         if self.left.values is not None:
             every = (*args, *kwargs.values())
@@ -165,7 +165,7 @@ class _LayerRecorder:
     def _leave(self, module: nn.Module, args: _Args, out: object) -> None:
         parts = tuple(out) if isinstance(out, tuple | list) else (out,)
         self.left.values = parts
-        # Copies, because the next norm can write to these tensors.
+        # The returned tensors are copied, because the next norm can write to these tensors.
         self.call.returned = (
             tuple(map(_copied, parts)) if isinstance(out, tuple | list) else _copied(out)
         )
@@ -219,7 +219,7 @@ def _copied(value: object) -> object:
 
 
 def _noise(*tensors: object) -> dict[int, Tensor]:
-    """id of a tensor -> random rows that replace the tensor. The rows are equal on all ranks."""
+    """Random rows to replace each tensor, by the tensor's `id`. The rows are equal on all ranks."""
     generator = torch.Generator().manual_seed(0)
     return {
         id(x): torch.randn(x.shape, generator=generator).to(x.device, x.dtype)

@@ -1,6 +1,6 @@
 """What a tap does to the rows of one step, in plain torch and numpy.
 
-Owns:  the meaning of every opcode. The Triton kernel must compute the same.
+Owns:  the meaning of every opcode. The Triton kernel must compute the same results.
 Runs:  on the CPU; tests compare the kernel with this code.
 """
 
@@ -35,32 +35,32 @@ from vllm_scope.program.operations import (
     SETTERS,
 )
 
-#: Columns of the op table. Offsets count 4-byte words from the token's first slot. If an operation
-#: stores nothing, its offset is -1.
+#: Columns of the op table. WORD and WORD_IN_TAP are offsets in words of 4 bytes from the token's
+#: first slot. If an operation stores nothing, its offset is -1.
 (
     CODE, WORD, WORD_IN_TAP, VECTOR, NUMBER_A, NUMBER_B, NEXT, REGISTER, SOURCE, NUMBER_C, NUMBER_D,
     NUMBER_E,
 ) = range(12)  # fmt: skip
 NUM_COLUMNS = 12
-#: Columns of the token table. A row has 32 bytes: then all rows have the same alignment in the
-#: kernel. One column is not used.
+#: Columns of the token table. A row of this table has 32 bytes, so that all rows have the same
+#: alignment in the kernel. One column is not used.
 PROGRAM, SLOT, TO_HOST, OWNER, SINCE, STRIDE, STEPS = range(7)
 NUM_TOKEN_COLUMNS = 8
-#: Columns of the table of taps. A row has 16 bytes: then all rows have the same alignment in the
-#: kernel. Two columns are not used.
+#: Columns of the table of taps. A row of this table has 16 bytes, so that all rows have the same
+#: alignment in the kernel. Two columns are not used.
 NUMBER, ACTS = range(2)
 NUM_TAP_COLUMNS = 4
 WORDS_PER_SLOT = SLOT_BYTES // 4
-#: A fault is the tap's number + 1. If OP_CHECK found the fault, this bit is set too.
+#: A fault is the tap's number + 1. If OP_CHECK found the fault, the fault also has the bit CHECKED.
 CHECKED = 1 << 30
 
 
 def fault_at(fault: int) -> tuple[int, bool]:
-    """The tap that reported a fault, and whether an edit caused it. True: an edit's result was not
-    finite. False: OP_CHECK found the fault.
+    """The number of the tap that reported a fault, and True if the result of an edit was not
+    finite, or False if OP_CHECK found the fault.
 
     Args:
-        fault: a fault; never 0.
+        fault: the number (not 0) that the tap reported.
     """
     return (fault & ~CHECKED) - 1, not fault & CHECKED
 
@@ -78,48 +78,54 @@ def tap_rows(
     slot_base: int,
     slots_per_token: int,
 ) -> None:
-    """Run each row's program at one tap.
+    """Run the program of each row at one tap.
 
-    A row is the residual stream x = hidden + residual, added in float32. OP_READ stores x rounded
-    to the model's dtype. Edits compute in float32.
+    A row is the residual stream x = hidden + residual, which is added in float32. OP_READ rounds x
+    to the model's dtype and stores the result. Edits compute in float32.
 
-    An edited row is rounded and written back: residual = x and hidden = 0, or hidden = x if there
-    is no residual. An edited row is not written in two cases:
+    An edited row x is rounded and written back. If there is a residual, then residual = x and
+    hidden = 0. Otherwise hidden = x. An edited row is not written in two cases:
 
-    - The edits did not change the row. A write would round the sum.
-    - The row is not finite in the model's dtype. The row's owner gets a fault, and the model
-      continues with the row from before the edits. Faults are read only in the last pipeline stage.
-      In other stages the row is written, and OP_CHECK finds it in the last stage.
+    - The edits did not change the row. To write such a row would round hidden + residual.
+    - The row is not finite in the model's dtype. A fault is reported for the row's owner, and the
+      model continues with the row from before the edits. Faults are read only in the last pipeline
+      stage. In other stages such a row is written, and OP_CHECK finds the row in the last stage.
 
-    OP_CHECK replaces a row that is not finite by zeros. No caller gets these zeros. Without the
-    zeros, a sampler could return a token that does not exist.
+    OP_CHECK replaces a row that is not finite by zeros, because a sampler could return a token that
+    does not exist for such a row. No caller gets these zeros.
 
     Args:
         hidden: [num_rows, hidden_size], model dtype. Edited rows are written here.
-        residual: like `hidden`. None if the model has added the residual to `hidden` already.
+        residual: shape and dtype of `hidden`. None if `hidden` already contains the residual.
         arena: [num_slots, elements of a slot], model dtype. Written in place.
-        tokens: [max_rows, 8] int32. Columns: program (-1 for none); slot; 1 if the token's slots
-            are in host memory, else 0; owner; since; stride; steps; not used. The token's first
-            slot is slot + min(max(position - since, 0), steps) * stride. Therefore the first slot
-            is always inside the arena or the ring. Rows from num_rows on are not read.
-        programs: [num_programs, num_taps] int32: index of the first op, -1 for none.
-        ops: [num_ops, NUM_COLUMNS] int32. The columns are listed above. Numbers are float32 bits.
+        tokens: [max_rows, 8] int32. The columns are: program (-1 for none); slot; 1 if the token's
+            slots are in host memory, else 0; owner; since; stride; steps; a column that is not
+            used. The token's first slot is slot + min(max(position - since, 0), steps) * stride,
+            which is always inside the arena or the ring. The rows with the index num_rows or more
+            are not read.
+        programs: [num_programs, num_taps] int32, the index of the program's first op at each tap,
+            or -1 for none.
+        ops: [num_ops, NUM_COLUMNS] int32. The columns are listed at the top of this file. The
+            columns NUMBER_A to NUMBER_E contain the bits of float32 numbers.
         vectors: [num_vectors, hidden_size or more] float32.
-        tap: [4] int32: this tap's column in `programs`; 1, or 0 if this tap does nothing in this
-            step; not used; not used. If the second number is 0, no row looks up its program.
-        host: [6] int64, addresses. Two addresses in host memory: the slots (only the kernel writes
-            them), and the faults, int32 by owner. If faults are not read, their address is 0. Four
-            addresses on the rows' device: the registers, float32 [max_rows, REGISTERS]; the walks,
-            int32 [max_rows, 8]; the log of states, float32; the rows' positions, int64. Positions
-            are read if a row has a stride.
+        tap: [4] int32. The first number is this tap's column in `programs`. The second number is 0
+            if this tap does nothing in this step, else 1. If the second number is 0, no row looks
+            up its program. The other two numbers are not used.
+        host: [6] int64, six addresses. Two addresses are in host memory. The first address is that
+            of the slots, which only the kernel writes. The second address is that of the faults,
+            int32 by owner, or 0 if faults are not read. The other four are addresses of tables on
+            the rows' device, which are the registers, float32 [max_rows, REGISTERS]; the walks,
+            int32 [max_rows, 8]; the log of states, float32; and the rows' positions, int64. The
+            position of a row is read only if the row has a stride.
         slot_base: if the step is drained tap by tap, the first slot of this tap; else 0.
-        slots_per_token: if the step is drained tap by tap, the slots of each token at this tap;
-            else 0. If this is not 0, the slot column of `tokens` has the token's index instead.
+        slots_per_token: if the step is drained tap by tap, the number of slots of each token at
+            this tap; else 0. If `slots_per_token` is not 0, the slot column of `tokens` contains
+            the token's index instead of a slot.
     """
     number, acts = int(tap[NUMBER]), int(tap[ACTS])
     if not acts:
         return
-    # The tables are small. For small tables, torch takes ten times as long as numpy.
+    # numpy is used for the tables, because torch takes ten times as long for small tables.
     table = tokens[: hidden.shape[0]].numpy()
     rows = np.flatnonzero(table[:, PROGRAM] >= 0)
     at = programs.numpy()[table[rows, PROGRAM], number]
@@ -192,7 +198,8 @@ def _write_back(
     hidden: Tensor, residual: Tensor | None, came: Tensor, x: Tensor, index: Tensor,
     edited: Tensor, told: bool,
 ) -> NDArray[np.bool_]:  # fmt: skip
-    """Write the finite rows that changed. Return bool [num_rows]: True for a row with a fault.
+    """Write the finite rows that changed to the model's tensors. Return an array bool [num_rows],
+    which is True for a row with a fault.
 
     Args:
         told: True if faults are read. If False, rows that are not finite are written too.
@@ -218,7 +225,7 @@ def _report(host: Tensor, owners: NDArray[np.int32], fault: int) -> None:
 def _first_slots(
     table: NDArray[np.int32], rows: NDArray[np.int64], host: Tensor, base: int, per_token: int
 ) -> NDArray[np.int64]:
-    """The first slot of the token of each of these rows."""
+    """The first slot of each of these rows, by the token table."""
     columns = table[rows]
     first = columns[:, SLOT].astype(np.int64)
     if per_token:
@@ -237,7 +244,7 @@ def _tell(
 
 
 def _relative(change: Tensor, x: Tensor) -> NDArray[np.float32]:
-    """||change|| / ||x|| of each row; 0 for a row of zeros."""
+    """The length of each row's change, divided by the length of the row. 0 for a row of zeros."""
     length = _norm(x)
     found = torch.where(length > 0, _norm(change) / length, torch.zeros_like(length))
     return found.numpy()
@@ -245,7 +252,7 @@ def _relative(change: Tensor, x: Tensor) -> NDArray[np.float32]:
 
 def _store(x: Tensor, words: np.ndarray, start: np.ndarray) -> None:
     if x.shape[1] * x.element_size() % 4:
-        x = torch.nn.functional.pad(x, (0, 1))  # fills the last word of a row
+        x = torch.nn.functional.pad(x, (0, 1))  # fills the last word of each row
     out = x.contiguous().view(torch.int32).numpy()
     for first, row in zip(start.tolist(), out, strict=True):
         words[first : first + len(row)] = row
@@ -260,8 +267,9 @@ def _number(op: np.ndarray, column: int) -> Tensor:
 
 
 def _dot(x: Tensor, v: Tensor) -> Tensor:
-    """The dot product of each row with its vector, [num_rows]. A single vector is used for all
-    rows. The result of a row does not depend on the other rows. (In torch, the last bit does.)"""
+    """The dot product of each row with its vector, [num_rows]. If there is only one vector, it is
+    used for all rows. numpy computes the products, because with torch the last bit of a row's
+    result can depend on the other rows."""
     rows, vectors = x.detach().numpy(), v.numpy()
     if len(vectors) == 1:
         return torch.from_numpy(np.einsum("ij,j->i", rows, vectors[0]))
@@ -275,7 +283,8 @@ def _norm(x: Tensor) -> Tensor:
 def _condition(
     code: int, x: Tensor, op: np.ndarray, vectors: Tensor
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """The values of a condition, [num_rows], and the scores of the condition, [num_rows]."""
+    """The values of a gate or of a feature, [num_rows], and the scores from which these values are
+    computed, [num_rows]."""
     v = vectors[_vectors_of(op)]
     a, b, c, d = (_number(op, n) for n in (NUMBER_A, NUMBER_B, NUMBER_C, NUMBER_D))
     along = _dot(x, v)
@@ -296,7 +305,7 @@ def _edited(
     """The rows after an edit, [num_rows, hidden_size].
 
     Args:
-        part: [num_rows], the share of the edit that is applied, 0 to 1.
+        part: [num_rows], the value from 0 to 1 by which the edit's change is multiplied.
         source: [num_rows], the activation of the edit's feature, if the edit has a feature.
     """
     v, part = vectors[_vectors_of(op)], part[:, None]

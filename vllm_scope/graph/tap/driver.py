@@ -1,9 +1,10 @@
-"""Functions for CUDA graphs that torch does not have: list nodes, and leave nodes out.
+"""Counts the nodes of a CUDA graph, and makes a graph without some of its nodes.
 
 Owns:  the calls of the CUDA driver (libcuda, 12.3 or later).
 Runs:  in workers on NVIDIA GPUs, on the thread that captures and replays.
 
-Handles are addresses (int). If the driver returns an error, a DriverError is raised.
+Graphs, nodes and streams are given as addresses (int). If the driver returns an error, a
+DriverError is raised.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _FREE_ON_LAUNCH = ctypes.c_ulonglong(1)
 
 
 class DriverError(RuntimeError):
-    """The driver refused a call, or does not have the call."""
+    """The CUDA driver refused a call, or does not have the function."""
 
 
 class _EdgeData(ctypes.Structure):
@@ -63,8 +64,8 @@ def num_nodes(graph: int) -> int:
 
 
 def last_kernel(stream: int) -> int | None:
-    """The node of the kernel that was captured last on a stream. None if the last node is not a
-    kernel, if there are several last nodes, or if the driver returns an error."""
+    """The graph's node for the kernel that was captured last on a stream. None if the last node is
+    not a kernel, if there are several last nodes, or if the driver returns an error."""
     status, number, count = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_size_t()
     graph, nodes = _Handle(), ctypes.POINTER(_Handle)()
     kind = ctypes.c_int()
@@ -93,22 +94,22 @@ class Executable:
             raise DriverError(f"cuGraphLaunch returned CUDA error {code}.")
 
     def destroy(self) -> None:
-        """Free the graph. The caller must wait until the graph no longer runs."""
+        """Free the graph. The caller must first wait until the graph no longer runs."""
         handle, self._handle = self._handle, None
         if handle is not None:
             _call("cuGraphExecDestroy", handle)
 
     def __del__(self) -> None:
-        with suppress(DriverError):  # at the end of the process, CUDA can be closed already
+        with suppress(DriverError):  # when the process ends, CUDA can be closed already
             self.destroy()
 
 
 def without(graph: int, nodes: Sequence[int]) -> Executable:
-    """Instantiate a graph without some of its nodes. The nodes after a removed node then wait for
-    the nodes before the removed node.
+    """Make an executable graph without some of the nodes of `graph`. In the new graph, the nodes
+    after a removed node wait for the nodes before the removed node.
 
     Args:
-        graph: the captured graph. It is not changed.
+        graph: the captured graph, which is not changed.
         nodes: the nodes of `graph` to leave out.
 
     Returns:
@@ -136,7 +137,7 @@ def _take_out(graph: _Handle, node: _Handle) -> None:
     for one in before:
         have = set(_around("cuGraphNodeGetDependentNodes_v2", _Handle(one)))
         for other in set(after) - have:
-            # Without edge data, the later node waits for the end of the earlier node.
+            # An edge without edge data makes the later node wait for the end of the earlier node.
             _call(
                 "cuGraphAddDependencies_v2", graph, ctypes.byref(_Handle(one)),
                 ctypes.byref(_Handle(other)), None, ctypes.c_size_t(1),

@@ -1,12 +1,13 @@
 """CUDA graphs that are replayed without the taps that do nothing in a step.
 
-Owns:  TappedGraph; `captured` and `noted`, the contexts for the capture of graphs and taps.
+Owns:  TappedGraph; the context managers `captured` (capture of graphs) and `noted` (capture of
+       taps).
 Runs:  in workers on NVIDIA GPUs, on the main thread.
 From:  op.   To: driver.
 
-Promise: a replay without these taps computes the same as a replay with all taps. To start a tap
-that does nothing takes a GPU 1.0 to 1.7 us (measured on an H100). If all sites of 32 layers have
-taps, the taps take 0.4 ms or more of each step.
+Promise: a replay without these taps computes the same values as a replay with all taps. A GPU needs
+1.0 to 1.7 us to start a tap that does nothing (measured on an H100). If all sites of 32 layers have
+taps, such starts take 0.4 ms or more of each step.
 """
 
 from __future__ import annotations
@@ -25,30 +26,32 @@ from vllm_scope.graph.tap import driver
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: After PAYS * num_nodes useless starts of taps, a graph without these taps is made. num_nodes is
-#: the number of nodes of the captured graph. To make the graph takes about as long as the useless
-#: starts: 12 to 20 us for each node (measured on an H100).
+#: After PAYS * num_nodes starts of taps that do nothing, a graph without these taps is made.
+#: num_nodes is the number of nodes of the captured graph. To make the graph takes about as long as
+#: these starts, which is 12 to 20 us for each node (measured on an H100).
 PAYS = 12
-#: If the device has fewer free bytes, no graph without taps is made. A graph takes 4 KiB per node.
+#: If the device has fewer free bytes than LEAST_FREE, no graph without some taps is made. A graph
+#: takes 4 KiB per node.
 LEAST_FREE = 1 << 30
-#: The largest number of graphs without some taps, for one captured graph. Before another is made,
-#: the least recently used graph is dropped.
+#: The largest number of graphs without some taps that are kept for one captured graph. To keep one
+#: more graph, the least recently used graph is dropped.
 MOST = 4
-#: A captured graph with fewer taps is always replayed whole, such as a piece of a prefill.
+#: A captured graph with fewer taps than LEAST_TAPS (such as a piece of a prefill) is always
+#: replayed whole.
 LEAST_TAPS = 4
 
 
 class Route(Protocol):
-    """The data of a step that a captured graph needs."""
+    """The data of a step that TappedGraph needs to choose a graph."""
 
     @property
     def acting(self) -> NDArray[np.bool_] | None:
-        """bool [num_taps], True for taps that do something in the next forward. None if no tap does
-        anything. If the values change, the property returns a new array object."""
+        """bool [num_taps], True for taps that do something in the next forward. None if every tap
+        does nothing. If the values change, the property returns a new array object."""
 
 
 class Kept(NamedTuple):
-    """A graph without some taps.
+    """A graph that was made without some of the taps of a captured graph.
 
     Attributes:
         acting: bool [number of taps of the captured graph], True for taps that this graph has.
@@ -60,12 +63,13 @@ class Kept(NamedTuple):
 
 
 class Variants:
-    """Chooses the graph of a replay: the whole graph, or a graph without taps that do nothing.
+    """Chooses the graph for a replay: the whole graph, or a graph without some taps that do
+    nothing.
 
     Args:
         taps: the numbers of the captured graph's taps.
         num_nodes: the number of nodes of the captured graph.
-        drop: frees a graph that `make` returned.
+        drop: a function that frees a graph from the `make` argument of `of`.
     """
 
     def __init__(self, taps: list[int], num_nodes: int, drop: Callable[[Any], None]) -> None:
@@ -85,9 +89,9 @@ class Variants:
         """The graph to replay for a step: a graph from `make`, or None for the whole graph.
 
         Args:
-            acting: as Route.acting.
-            make: makes a graph that has only some taps. The argument is bool [len(taps)]. Returns
-                None on failure.
+            acting: the value of Route.acting for the step.
+            make: a function that makes a graph with only some taps. The function's argument is bool
+                [len(taps)], True for these taps. Returns None if no graph can be made.
         """
         if acting is self._last:
             return self._found
@@ -108,7 +112,7 @@ class Variants:
         self, key: bytes, here: NDArray[np.bool_],
         make: Callable[[NDArray[np.bool_]], Any | None],
     ) -> Kept | None:  # fmt: skip
-        """Make a graph with only these taps if this saves time. None if no graph is made."""
+        """Make a graph with only these taps, if this saves time. None if no graph is made."""
         in_vain = self._in_vain.pop(key, 0) + len(here) - int(here.sum())
         if in_vain < self._pays:
             if len(self._in_vain) >= 16 * MOST:
@@ -123,7 +127,8 @@ class Variants:
         return Kept(here, made)
 
     def _least(self, here: NDArray[np.bool_]) -> Any:
-        """The kept graph with all of these taps and the fewest others. None for the whole graph."""
+        """Of the kept graphs that have all of these taps, the graph with the fewest taps. None if
+        there is no such graph."""
         fit = [kept for kept in self._kept.values() if not (here & ~kept.acting).any()]
         return min(fit, key=lambda kept: int(kept.acting.sum())).made if fit else None
 
@@ -139,7 +144,8 @@ class TappedGraph(torch.cuda.CUDAGraph):
 
     #: The graph that vLLM captures now. vLLM captures only one graph at a time.
     capturing: TappedGraph | None = None
-    #: A tap's number -> the node of its kernel. None if a tap does not have exactly one kernel.
+    #: The node of each tap's kernel, by the tap's number. None if some tap has not exactly one
+    #: kernel.
     _nodes: dict[int, int] | None = None
     _route: Route | None = None
     _variants: Variants | None = None
@@ -158,14 +164,15 @@ class TappedGraph(torch.cuda.CUDAGraph):
         super().capture_end()
         self.instantiate()
         if self._nodes and len(self._nodes) >= LEAST_TAPS:
-            with suppress(driver.DriverError):  # on an error the graph is always replayed whole
+            with suppress(driver.DriverError):  # if this fails, the graph is always replayed whole
                 num_nodes = driver.num_nodes(self.raw_cuda_graph())
-                # Variants gets no reference to this graph: a cycle would delay the deletion.
+                # Variants gets no reference to this graph, because a cycle would delay the
+                # deletion.
                 self._variants = Variants(list(self._nodes), num_nodes, _drop)
 
     @contextmanager
     def noted(self, route: Route, tap: int) -> Iterator[None]:
-        """A context that notes the kernel captured inside it as the kernel of this tap."""
+        """A context manager that stores the node of the kernel captured in its `with` block."""
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         before = driver.last_kernel(stream)
         yield
@@ -186,13 +193,13 @@ class TappedGraph(torch.cuda.CUDAGraph):
         if found is None:
             super().replay()
         else:
-            # The current stream. `torch.cuda.current_stream` would take 3 us.
+            # This call returns the current stream. `torch.cuda.current_stream` would take 3 us.
             found.launch(torch._C._cuda_getCurrentRawStream(self._device))
 
     def _replay_first(self) -> None:
-        """Replay the whole graph, and find out whether it draws random numbers. For such a graph,
-        torch writes the generator's offset before each replay. A graph without some taps would not
-        get this offset."""
+        """Replay the whole graph, and find out whether the graph draws random numbers. If the graph
+        draws random numbers, torch must write the generator's offset before each replay. A graph
+        without some taps would not get this offset."""
         generator = torch.cuda.default_generators[self._device]
         before = generator.get_offset()
         super().replay()
@@ -221,12 +228,13 @@ class TappedGraph(torch.cuda.CUDAGraph):
 
 
 def _drop(executable: driver.Executable) -> None:
-    torch.cuda.synchronize()  # because the graph can still run
+    torch.cuda.synchronize()  # wait, because the graph can still run
     executable.destroy()
 
 
 def noted(route: Route, tap: int) -> AbstractContextManager[None]:
-    """A context for the capture of a tap's kernel. The TappedGraph, if any, notes the kernel."""
+    """A context manager for the capture of a tap's kernel. If a TappedGraph is being captured, it
+    stores the node of the kernel."""
     graph = TappedGraph.capturing
     return nullcontext() if graph is None else graph.noted(route, tap)
 
@@ -235,7 +243,7 @@ class _Made(type):
     """The metaclass of a class whose constructor returns TappedGraphs."""
 
     def __call__(cls, keep_graph: bool = True) -> TappedGraph:
-        # keep_graph: graphs without some taps are made from the captured graph.
+        # torch must keep the captured graph, from which graphs without some taps are made.
         return TappedGraph(keep_graph=True)
 
     def __instancecheck__(cls, one: object) -> bool:
@@ -246,14 +254,14 @@ class _Made(type):
 
 
 class _Captured(metaclass=_Made):
-    """Replaces torch.cuda.CUDAGraph. It must be a class: modules that are imported inside
-    `captured` can use the name in type hints."""
+    """Replaces torch.cuda.CUDAGraph. The replacement must be a class, because modules that are
+    imported inside `captured` can use the name in type hints."""
 
 
 @contextmanager
 def captured() -> Iterator[None]:
-    """A context. If the CUDA driver has the calls that a TappedGraph needs, graphs that are
-    captured inside the context are TappedGraphs."""
+    """A context manager. If the CUDA driver has the functions that a TappedGraph needs, graphs that
+    are captured inside the `with` block are TappedGraphs."""
     if torch.version.cuda is None or not torch.cuda.is_available() or not driver.is_there():
         yield
         return

@@ -1,9 +1,11 @@
-"""The tap in Triton: one program instance per token row. Without a program, it returns immediately.
+"""The tap as a Triton kernel, with one kernel instance for each row of the batch.
 
 Owns:  the kernel, its launcher, and `load_variants`.
-Runs:  on the GPU, inside captured CUDA graphs. No host sync, no allocation. Shapes are fixed per
-       graph. Only the contents of the tables change.
-Must equal: tap/definition.py. A property test compares both on random programs.
+Runs:  on the GPU, inside captured CUDA graphs. The kernel does not wait for the host, and allocates
+       no memory. The shapes of its arguments are fixed for each graph. Only the contents of the
+       tables change.
+Must equal: tap/definition.py. A property test compares kernel.py with definition.py on random
+programs.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
     from vllm_scope.graph.tap.tables import Tables
 
-# The opcodes of program/operations.py. A test in tests/interpreter compares them.
+# The same opcodes as in program/operations.py. A test in tests/interpreter checks the opcodes.
 OP_READ = tl.constexpr(1)
 OP_SCORE = tl.constexpr(2)
 OP_ADD = tl.constexpr(3)
@@ -41,7 +43,7 @@ OP_PID = tl.constexpr(17)
 STATE_NUMBERS = tl.constexpr(3)
 REGISTERS = tl.constexpr(32)
 COLUMNS = tl.constexpr(12)
-# Columns of the token table, as in tap.definition.
+# The columns of the token table. tap.definition has the same numbers.
 TOKEN_SLOT = tl.constexpr(1)
 TOKEN_TO_HOST = tl.constexpr(2)
 TOKEN_OWNER = tl.constexpr(3)
@@ -54,14 +56,15 @@ CHECKED = tl.constexpr(1 << 30)
 
 @triton.jit
 def _tanh(x):
-    # For small numbers the series is used, because the quotient would lose digits.
+    # For numbers near 0 the power series is used, because the quotient would lose digits.
     found = 1 - 2 / (tl.exp(2 * x) + 1)
     return tl.where(tl.abs(x) < 0.02, x - x * x * x / 3, found)
 
 
 @triton.jit
 def _next_state(code, op, score, begun, one, two):
-    """The state one token later, as in graph.tap.states: the gate's value, and two numbers."""
+    """The gate's state after one more token, as in graph.tap.states. A state consists of the gate's
+    value and two numbers."""
     a = tl.load(op + 4).to(tl.float32, bitcast=True)
     b = tl.load(op + 5).to(tl.float32, bitcast=True)
     c = tl.load(op + 9).to(tl.float32, bitcast=True)
@@ -86,7 +89,8 @@ def _next_state(code, op, score, begun, one, two):
     return value, one, two
 
 
-# All taps use the same variant. A second variant would be compiled during a graph's capture.
+# The kernel is not specialized to these arguments, so that all taps use one compiled variant. A
+# second variant would be compiled during the capture of a graph.
 @triton.jit(
     do_not_specialize=[
         "hidden_row_stride", "residual_row_stride", "vector_stride", "num_taps", "slot_base",
@@ -114,7 +118,8 @@ def _tap_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    # The three loads do not wait for each other. Without `acts`, each row would load its program.
+    # The loads of `program`, `tap` and `acts` do not wait for each other. If a tap did not test
+    # `acts`, each row would have to load its program.
     token = tokens_ptr + row * TOKEN_COLUMNS
     program = tl.load(token)
     tap = tl.load(tap_ptr)
@@ -133,7 +138,7 @@ def _tap_kernel(
     if HAS_RESIDUAL:
         x += tl.load(residual, keep, 0.0).to(tl.float32)
     slot = tl.load(token + TOKEN_SLOT).to(tl.int64)
-    # These loads wait for each other, but not for the loads of the program below.
+    # The loads for the slot wait for each other, but not for the loads of operations below.
     positions = tl.load(host_ptr + 5).to(tl.pointer_type(tl.int64))
     stride = tl.load(token + TOKEN_STRIDE).to(tl.int64)
     steps = tl.load(positions + row, stride > 0, 0) - tl.load(token + TOKEN_SINCE)
@@ -180,7 +185,7 @@ def _tap_kernel(
                 first = (tl.load(walk) + register).to(tl.int64)
                 log = tl.load(host_ptr + 4).to(tl.pointer_type(tl.float32))
                 record = log + (first + tl.minimum(at_token, last) * width) * STATE_NUMBERS
-                # The step begins where the accepted tokens end.
+                # Tokens before the request's first row in this step are accepted, and have states.
                 known = tl.maximum(tl.load(walk + 4) - begin, at_token - tl.load(walk + 5))
                 known = tl.maximum(known, 0)
                 fresh = at_token - known
@@ -205,7 +210,7 @@ def _tap_kernel(
                         tl.store(record + 2, two)
             if walked == 0:
                 tl.store(held + register, value)
-                # The same barrier as after a condition, see below.
+                # This barrier has the same reason as the barrier after a condition below.
                 tl.debug_barrier()
                 if offset >= 0:
                     tl.store(out, value)
@@ -240,7 +245,8 @@ def _tap_kernel(
                 elif tl.load(op + 8) >= 0:
                     tl.store(held + tl.load(op + 8), score)
                 tl.store(held + register, value)
-                # One thread stores the value. All threads load the value in the next operation.
+                # One thread stores the value, and all threads load the value in the next operation.
+                # The barrier makes all threads wait for the store.
                 tl.debug_barrier()
                 if offset >= 0:
                     tl.store(out, value)
@@ -298,7 +304,7 @@ def _tap_kernel(
             else:
                 tl.store(hidden, rounded, keep)
     if fault != 0:
-        # The faults are in host memory. A report costs a write across PCIe.
+        # The faults are in host memory, so that a report costs a write across PCIe.
         faults = tl.load(host_ptr + 1)
         if faults != 0:
             owner = tl.load(token + TOKEN_OWNER)
@@ -306,7 +312,7 @@ def _tap_kernel(
 
 
 def tap_rows(hidden: Tensor, residual: Tensor | None, *others: Any) -> None:
-    """Launch the kernel. Arguments as in `definition.tap_rows`.
+    """Launch the kernel. The arguments are the same as in `definition.tap_rows`.
 
     Columns must be contiguous. Rows of `hidden` and `residual` can be strided.
     """
@@ -330,13 +336,14 @@ def load_variants(arena: Tensor, tables: Tables, row_sizes: tuple[int, ...]) -> 
     variants before a graph is captured.
 
     Args:
-        row_sizes: kind of site (sites.KINDS) -> the number of elements of a row.
+        row_sizes: the number of elements of a row, for each kind of site (an index in sites.KINDS).
     """
     row = arena.new_zeros((1, max(row_sizes) + 1))
     stream = row[:, : row_sizes[STREAM]]
     launches: list[tuple[Tensor, Tensor | None]] = [(stream, None), (stream, stream)]
     for size in {size for size in row_sizes[STREAM + 1 :] if size}:
-        # A slice of a wider projection can be unaligned. Unaligned rows need another variant.
+        # Rows that are a slice of wider rows can be unaligned. Unaligned rows need another variant
+        # of the kernel.
         launches += [(row[:, :size], None), (row[:, 1 : size + 1], None)]
     for hidden, residual in launches:
         tap_rows(

@@ -1,14 +1,16 @@
 """`torch.ops.vllm_scope.tap`: the op that is traced into the model's graph.
 
 Owns:  the registration of the op, and the route from a tap to the worker's state of the step.
-Runs:  in the model's forward. Inside a replayed CUDA graph this Python code does not run. Where it
-       runs (eager pieces, the CPU), idle taps skip the launch, and steps can drain tap by tap.
+Runs:  in the model's forward. Inside a replayed CUDA graph this Python code does not run. Where
+       this code runs (eager pieces, the CPU), a tap that does nothing launches no kernel, and a
+       step can be drained tap by tap.
 
-`tap` mutates the arena and the rows. The schema declares these mutations. Therefore the compiler
-makes no copies. Traced tensor code (index_copy_) instead of the op made three temporaries of the
-arena's size in each step (measured, torch 2.13). The tap's number is a tensor. With a constant,
-each layer's graph would be compiled separately: 26 s instead of 4 s for 32 layers (measured on an
-H200).
+The op writes to the arena and the rows. The op's schema declares these writes. Therefore the
+compiler does not copy the arena or the rows. In a test without the op, traced tensor code
+(index_copy_) made three temporary tensors of the arena's size in each step (measured with torch
+2.13). The tap's number is given to the op as a tensor. If the number were a constant, the graph of
+each layer would be compiled separately, which would take 26 s instead of 4 s for 32 layers
+(measured on an H200).
 """
 
 from __future__ import annotations
@@ -29,18 +31,20 @@ class StepRoute(graphs.Route, Protocol):
     active: bool
 
     def begin_tap(self, tap: int) -> tuple[int, int] | None:
-        """(slot_base, slots_per_token) of this tap in this step. None if the tap does nothing."""
+        """The arguments (slot_base, slots_per_token) of `definition.tap_rows` for this tap in this
+        step. None if the tap does nothing in this step."""
 
     def end_tap(self, tap: int) -> None:
-        """The op calls this after it has written the tap's rows (on a GPU: enqueued the write)."""
+        """The op calls this when the tap has written its rows (or, on a GPU, enqueued the
+        write)."""
 
 
-#: Address of a tap's row in Tables.taps -> (the worker's state, the tap's number).
+#: The worker's state and the tap's number, by the address of the tap's row in Tables.taps.
 _routes: dict[int, tuple[StepRoute, int]] = {}
 
 
 def connect(taps: Tensor, route: StepRoute) -> None:
-    """Route the taps of a table to the worker's state.
+    """Store, for each tap of a table, the worker's state that the tap must use.
 
     Args:
         taps: Tables.taps. The tensor must keep its address until `disconnect`.
@@ -54,7 +58,7 @@ def disconnect(taps: Tensor) -> None:
         _routes.pop(taps[tap].data_ptr(), None)
 
 
-# definition.tap_rows documents the arguments.
+# `definition.tap_rows` documents these arguments of the op.
 _TABLES = (
     "Tensor tokens, Tensor programs, Tensor ops, Tensor vectors, Tensor tap, Tensor host) -> ()"
 )
@@ -65,7 +69,8 @@ def _tap(hidden: Tensor, residual: Tensor | None, arena: Tensor, *tables: Tensor
     found = _routes.get(tap.data_ptr())
     capturing = hidden.is_cuda and torch.cuda.is_current_stream_capturing()
     if found is None or capturing:
-        # A captured graph is never drained tap by tap. At replay the tables say what each row does.
+        # A captured graph is never drained tap by tap. When the graph is replayed, the tables say
+        # which program each row runs.
         with graphs.noted(*found) if found is not None and capturing else nullcontext():
             _launch(hidden, residual, arena, *tables, 0, 0)
         return
@@ -89,14 +94,14 @@ def _launch(hidden: Tensor, residual: Tensor | None, *arguments: Any) -> None:
 
 
 def _fake(*_: object) -> None:
-    """Replaces the op while a graph is traced. Like the op, it returns nothing."""
+    """Replaces the op while a graph is traced. Like the op, this function returns nothing."""
 
 
 _library = torch.library.Library("vllm_scope", "FRAGMENT")
 
 
 def register() -> None:
-    """Define the op. Later calls in the same process do nothing."""
+    """Define the op in the first call. Other calls in the same process do nothing."""
     if hasattr(torch.ops.vllm_scope, "tap"):
         return
     stream = "Tensor(a0!) hidden, Tensor(a1!)? residual, Tensor(a2!) arena, "

@@ -1,6 +1,6 @@
-"""Keeps the table row of each content, for the tables on the device.
+"""Assigns rows of the device tables to their contents (programs, vectors, operations).
 
-Owns:  Places; FreePlaces, for contents that the host never looks up.
+Owns:  Places; FreePlaces, for places whose contents the host never looks up.
 Runs:  in every worker, on the main thread. Does not write to the device.
 """
 
@@ -17,8 +17,9 @@ Content = TypeVar("Content", bound=Hashable)
 
 
 class Places(Generic[Content]):
-    """Numbered places for contents. A content keeps its place while it is held. After that, the
-    place is idle, and another content can replace it. The longest idle place is replaced first."""
+    """Numbered places of a table. Each place can have a content. A content keeps its place while
+    the content is held. After that, the place is idle, and a new content can use the place. The
+    place that has been idle longest is used first."""
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count - 1, -1, -1))
@@ -41,7 +42,8 @@ class Places(Generic[Content]):
         return self._contents[number]
 
     def take(self, count: int) -> list[int]:
-        """Allocate free places until `give_back`. `find` does not find contents at these places."""
+        """Allocate free places until the caller gives the places back. `find` does not find
+        contents at these places."""
         first = len(self._free) - count
         taken, self._free[first:] = self._free[first:], []
         return taken[::-1]
@@ -61,10 +63,11 @@ class Places(Generic[Content]):
         self._idle.pop(number, None)
 
     def hold_all(self, contents: Sequence[Content]) -> tuple[list[int], list[int]] | None:
-        """Hold different contents. If new contents need room, contents in idle places are dropped.
+        """Hold different contents. If no place is free for a new content, an idle place is used.
 
         Returns:
-            The place of each content, and the indices of new contents. None if there is no room.
+            The place of each content, and the indices of new contents in `contents`. None if there
+            are too few free places.
         """
         numbers, new, known = self._numbers, [], []
         for i, content in enumerate(contents):
@@ -86,7 +89,7 @@ class Places(Generic[Content]):
         return [numbers[content] for content in contents], new
 
     def release(self, number: int) -> int:
-        """Undo one hold. Returns the number of holds left."""
+        """Undo one hold. Returns the number of holds that the place still has."""
         self._holders[number] -= 1
         if not self._holders[number]:
             self._idle[number] = None
@@ -107,7 +110,8 @@ class Places(Generic[Content]):
 
 
 class FreePlaces:
-    """The free places as an array, because one request allocates thousands of places.
+    """The free places of a table. An array stores the places, because one request allocates
+    thousands of places.
 
     Attributes:
         count: the number of free places.
@@ -118,7 +122,8 @@ class FreePlaces:
         self.count = count
 
     def take(self, count: int) -> NDArray[np.int32]:
-        """Allocate free places, int32 [count]. The caller must check `count` first."""
+        """Allocate free places, and return their numbers, int32 [count]. The caller must first
+        check that enough places are free."""
         self.count -= count
         return self._free[self.count : self.count + count].copy()
 

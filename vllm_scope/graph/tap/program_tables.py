@@ -1,10 +1,11 @@
 """The programs and vectors of requests on the device.
 
-Owns:  ProgramTables: the ids of programs, the tables of operations and vectors; `capacity`.
-Runs:  in every worker. The host writes; taps read.
+Owns:  ProgramTables (the ids of programs, and the tables of operations and vectors); `capacity`.
+Runs:  in every worker. The host writes the tables, and taps read the tables.
 From:  worker.plan (the held programs of requests). To: tables.
 
-Promise: writes reach the device in stream order. Earlier steps never see a place's new content.
+Promise: the tables are written on the device in stream order, so that an earlier step never sees
+the new content of a place.
 """
 
 from __future__ import annotations
@@ -45,13 +46,16 @@ from vllm_scope.program.table_rows import TableRows
 from vllm_scope.request.heads import Head
 from vllm_scope.request.sites import STREAM, boundary_of_point
 
-#: Number of places for programs that requests hold, and for programs that only read.
+#: The number of places for programs that requests hold, and the number of places for programs that
+#: only read.
 HELD_PROGRAMS, FREE_PROGRAMS = 8192, 4096
-#: Up to MOST_IDLE_SETS sets of programs stay on the device after their last request has ended. Then
-#: the next request with the same monitor uploads nothing. A set with more than MOST_IDLE_BYTES of
-#: vectors does not stay. The bytes of a set with few operations are not counted.
+#: Up to MOST_IDLE_SETS sets of programs stay on the device after their last request has ended.
+#: Because of this, a later request with the same monitor uploads nothing. A set with more than
+#: MOST_IDLE_BYTES of vectors does not stay. For a set with few operations, the bytes are not
+#: counted.
 MOST_IDLE_SETS, MOST_IDLE_BYTES = 16, 1 << 20
-#: Number of places for the ops of held programs. A program that only reads adds one per tap.
+#: The number of places for the ops of held programs. The table has one more place for each tap of
+#: each program that only reads.
 HELD_OPS = 1 << 17
 
 
@@ -59,19 +63,23 @@ def capacity(vector_size: int, vectors_mib: float) -> Cost:
     """The number of places that all requests together can hold.
 
     Args:
-        vector_size: the number of elements of a vector, as in Sites.
+        vector_size: the number of elements of a vector (an attribute of Sites).
     """
     return Cost(max(1, int(vectors_mib * 2**20) // (4 * vector_size)), HELD_PROGRAMS, HELD_OPS)
 
 
 class _Words(NamedTuple):
-    """The addresses to which the operations of a layout store, in words of 4 bytes.
+    """The addresses at which the operations of a token with one layout store their results, in
+    words of 4 bytes.
 
     Attributes:
-        rows: for each point of the arena's layout, two words of the point's row: its word among all
-            slots of the token, and its word among the token's slots at one tap.
-        told: (bank, point in the layout) -> the two words of the bank's first stored number.
-        num_slots, num_delivered: slots of a token in the arena, and slots of an encoded token.
+        rows: for each point of the arena's layout, the two addresses of the first word of the
+            point's row. The first address counts from the token's first slot, and the second
+            address counts from the token's first slot at one tap.
+        told: for each bank and point in the layout, the two addresses of the first number that the
+            bank stores.
+        num_slots, num_delivered: the number of slots of a token in the arena, and the number of
+            slots after the token's rows are encoded.
     """
 
     rows: list[tuple[int, int]]
@@ -80,18 +88,19 @@ class _Words(NamedTuple):
     num_delivered: int
 
     def of(self, op: Op, layout: Layout) -> tuple[int, int]:
-        """The two words to which an operation stores. (-1, -1) if the operation stores nothing."""
+        """The two addresses at which an operation stores its result. (-1, -1) if the operation
+        stores nothing."""
         if op.code == OP_READ:
             return self.rows[op.at]
         if op.told is None:
             return (-1, -1)
         place, bank, index = op.told
-        # A rank that delivers nothing has no slot for the number.
+        # A rank that delivers nothing has no slot for the number that the operation stores.
         first = self.told.get((bank, layout.row_of(place.point())))
         return (-1, -1) if first is None else (first[0] + index, first[1] + index)
 
 
-@lru_cache(maxsize=4096)  # many requests have equal layouts
+@lru_cache(maxsize=4096)  # cached, because many requests have equal layouts
 def _words_of(layout: Layout, widths: Widths) -> _Words:
     arena = layout.arena
     slots = arena.row_slots(widths)
@@ -117,7 +126,8 @@ _FLOATS, _AS_INTS = Struct("=5f"), Struct("=5i")
 
 
 def _numbers_of(op: Op) -> tuple[int, ...]:
-    """The bits of an operation's numbers. Raises OverflowError if float32 cannot hold a number."""
+    """The bits of an operation's numbers as float32. Raises OverflowError if a number is too
+    large."""
     return _AS_INTS.unpack(_FLOATS.pack(op.a, op.b, op.c, op.d, op.e))
 
 
@@ -127,12 +137,12 @@ _FIXED = [CODE, REGISTER, SOURCE, NUMBER_A, NUMBER_B, NUMBER_C, NUMBER_D, NUMBER
 
 @dataclass
 class _HeldSet:
-    """The programs of a request on the device.
+    """The places of one request's programs in the tables on the device.
 
     Attributes:
-        ids: the ids that `Tables.hold` returns.
-        numbers, ops, vectors: the places of these programs in the tables.
-        single: ids of programs that are held one by one.
+        ids: the program ids that `Tables.hold` returns.
+        numbers, ops, vectors: the places of these programs, their operations and their vectors.
+        single: the ids of the programs that are held one by one.
     """
 
     ids: NDArray[np.int32]
@@ -148,11 +158,12 @@ class ProgramTables:
 
     Attributes:
         boundaries: the boundaries of the taps, in the order of the taps.
-        programs: [num_programs, num_taps] int32: index of the first op, or -1.
-        ops: [num_ops, NUM_COLUMNS] int32: tap.definition's columns.
-        vectors: [num_vectors, numbers of the widest row] float32.
-        num_slots: program id -> the number of arena slots of a token.
-        num_delivered: program id -> the number of slots of a token after its rows are encoded.
+        programs: [num_programs, num_taps] int32, the index of a program's first op at each tap, or
+            -1.
+        ops: [num_ops, NUM_COLUMNS] int32. tap.definition lists the columns.
+        vectors: [num_vectors, number of elements of the widest row] float32.
+        num_slots: for each program id, the number of slots of a token in the arena.
+        num_delivered: for each program id, the number of slots of a token with encoded rows.
         num_uploads: the number of copies to the device so far.
     """
 
@@ -183,12 +194,12 @@ class ProgramTables:
         self.vectors = torch.zeros((num_vectors, size), device=device)
 
         self._programs = Places[Program](num_programs)
-        #: Vectors by Array.digest, or by the keys of TableRows.
+        #: The places of vectors. The key of a vector is its Array.digest, or a key of TableRows.
         self._vector_places = Places[bytes](num_vectors)
         self._sets: dict[Held, _HeldSet] = {}
-        #: Sets that no request holds. The set that has been idle longest comes first.
+        #: The sets of programs that no request holds. The set that is idle longest comes first.
         self._idle_sets: dict[Held, None] = {}
-        #: Program id -> the set of the program, and the program's index in the set.
+        #: The set of each program, and the program's index in the set, by the program's id.
         self._set_at: dict[int, tuple[Held, int]] = {}
         self._free_ops = FreePlaces(num_ops)
         self._ops_of: dict[int, NDArray[np.int32]] = {}
@@ -203,19 +214,19 @@ class ProgramTables:
         self._stale_ops = np.zeros(num_ops, bool)
         self._is_stale = False
         self._pending_vectors: dict[int, NDArray[np.float32]] = {}
-        #: Place -> the op that must be written to `_host_ops`.
+        #: The ops that must be written to `_host_ops`, by their places.
         self._pending_ops: dict[int, tuple[int, ...]] = {}
 
     def begin_step(self) -> None:
-        """Begin a step. A program that is used from now on counts as used in this step."""
+        """Begin a step. A program that is used after this call counts as used in this step."""
         self._step += 1
 
     def program_id(self, program: Program, hold: bool = False) -> int:
         """The id of a program. The next `load_step` writes a new program to the device.
 
         Args:
-            hold: True: the id and the program's vectors are kept until `release`. False: the id is
-                valid only in this step. A program with vectors must be held.
+            hold: if True, the id and the program's vectors are kept until `release`. If False, the
+                id is valid only in this step. A program with vectors must be held.
 
         Raises:
             CapacityError: every place of a table is held or is used in this step.
@@ -243,7 +254,7 @@ class ProgramTables:
         """Hold all programs of a request until `release_set`.
 
         Returns:
-            int32 [len(held)], the ids of the programs. NO_PROGRAM for a column without a program.
+            int32 [len(held)], the ids of the programs. An entry without a program is NO_PROGRAM.
 
         Raises:
             CapacityError: every place of a table is held or is used in this step.
@@ -257,8 +268,8 @@ class ProgramTables:
         return known.ids
 
     def _hold_few(self, held: Held) -> _HeldSet:
-        """Hold the programs one by one. For few operations this takes half as long as
-        `_hold_new_set`."""
+        """Hold the programs one by one. With few operations, `_hold_new_set` takes twice as
+        long."""
         single: list[int] = []
         ids = [NO_PROGRAM] * len(held)
         try:
@@ -296,7 +307,7 @@ class ProgramTables:
         ops: NDArray[np.int32], vectors: list[int],
     ) -> None:  # fmt: skip
         self._settle_ops()
-        # The last entry of each array stands for "none".
+        # The last entry of `op_at` and `vector_at` is -1, so that the index -1 gives -1 (none).
         op_at, vector_at = np.append(ops, np.int32(-1)), np.array([*vectors, -1], np.int32)
         table = np.zeros((len(ops), NUM_COLUMNS), np.int32)
         table[:, _FIXED] = rows.fixed
@@ -313,8 +324,9 @@ class ProgramTables:
         self.num_delivered[numbers] = rows.num_delivered[rows.exists]
 
     def release_set(self, held: Held) -> None:
-        """Undo one `hold`. A small set that no request holds stays for the next request. It is
-        dropped when its places are needed, or after MOST_IDLE_SETS other sets have become idle."""
+        """Undo one `hold`. If no request holds the set of programs any more, a small set stays on
+        the device for a later request. The set is dropped when its places are needed, or after
+        MOST_IDLE_SETS other sets have become idle."""
         known = self._sets[held]
         known.holders -= 1
         if not known.holders:
@@ -325,7 +337,7 @@ class ProgramTables:
                 self._drop_set(next(iter(self._idle_sets)))
 
     def _drop_idle_sets(self) -> bool:
-        """Drop all sets that no request holds. Returns False if there is no such set."""
+        """Drop all sets of programs that no request holds. Returns False if there is none."""
         found = list(self._idle_sets)
         for held in found:
             self._drop_set(held)
@@ -344,7 +356,7 @@ class ProgramTables:
         self._vector_places.release_all(known.vectors)
 
     def release(self, program_id: int) -> None:
-        """Undo one hold. After the last hold, a program with vectors is dropped."""
+        """Undo one hold of a program. If no holds are left, a program with vectors is dropped."""
         if self._programs.release(program_id) == 0:
             vectors = self._programs.content(program_id).vectors
             if vectors:
@@ -369,8 +381,8 @@ class ProgramTables:
             found = self._vector_places.hold_all(keys)
         if found is None:
             raise CapacityError(
-                f"all {len(self.vectors)} vectors of additional_config['scope'].vectors_mib "
-                "are in use; send the request again when others have finished, or raise it."
+                f"all {len(self.vectors)} vectors of additional_config['scope'].vectors_mib are in "
+                "use; send the request again when other requests have ended, or raise vectors_mib."
             )
         places, new = found
         for i in new:
@@ -382,7 +394,8 @@ class ProgramTables:
         return np.pad(vector, (0, missing)) if missing else vector
 
     def _make_room(self, num_programs: int, num_ops: int) -> None:
-        """Drop programs until there is room. Programs that are held or used in this step stay."""
+        """Drop programs until the tables have room for new programs. Programs that are held or used
+        in this step stay."""
         programs = self._programs
         while programs.num_free < num_programs or self._free_ops.count < num_ops:
             idle = next((i for i in programs.idle() if self._last_used[i] != self._step), None)
@@ -390,14 +403,14 @@ class ProgramTables:
                 continue
             if idle is None:
                 raise CapacityError(
-                    "all tap programs are in use; send the request again when others have "
-                    "finished, or give requests the same reads."
+                    "all tap programs are in use; send the request again when other "
+                    "requests have ended, or give requests the same reads."
                 )
             self._drop(idle)
 
     def _place(self, program: Program) -> int:
         self._make_room(1, program.num_ops)
-        # This can raise. Therefore it runs before any part of the program is in the tables.
+        # `_numbers_of` can raise, and must run before any part of the program is in the tables.
         numbers = [[_numbers_of(op) for op in ops] for _, ops in program.taps]
         found = self._programs.put(program)
         self._write(found, program, numbers)
@@ -465,7 +478,7 @@ class ProgramTables:
         if not table.is_cuda:
             _put(table.numpy(), places, rows)
             return
-        # A copy from pageable memory would wait for the whole stream.
+        # The memory is pinned, because a copy from pageable memory would wait for the whole stream.
         index = torch.empty(len(places), dtype=torch.int64, pin_memory=True)
         values = torch.empty((len(places), table.shape[1]), dtype=table.dtype, pin_memory=True)
         index.numpy()[:] = places
@@ -475,7 +488,7 @@ class ProgramTables:
 
 
 def _put(table: np.ndarray, places: NDArray[np.int64], rows: np.ndarray | list[np.ndarray]) -> None:
-    """Write rows to places of a table. The rows of a list are copied one by one."""
+    """Write rows to places of a table. If `rows` is a list, its rows are copied one by one."""
     if isinstance(rows, np.ndarray):
         table[places] = rows
         return

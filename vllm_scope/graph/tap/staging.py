@@ -15,22 +15,23 @@ from torch import Tensor
 
 from vllm_scope.program.operations import NO_PROGRAM
 
-#: Number of steps that can be in flight before a buffer is written again.
+#: The number of steps that can be in flight before a buffer is written again.
 UPLOADS_IN_FLIGHT = 8
 
 
 @dataclass
 class Buffer:
-    """Host memory of one upload.
+    """The host memory from which one upload is copied.
 
     Attributes:
         tensor, array: the same memory, int32 [max_rows, number of columns].
-        holds: the program ids that were last written to the buffer. Compared by object identity.
+        holds: the array of program ids that was last written to the buffer. Arrays are compared by
+            object identity.
         to_host: the value of the TO_HOST column in the buffer's rows.
-        rows: the indices of the buffer's rows with a program.
-        num_rows: rows from this index on have no program.
+        rows: the indices of those rows of the buffer that have a program.
+        num_rows: the rows with this index and all later rows have no program.
         first: a slice of `tensor` with the rows of the last upload.
-        num_first: the number of rows of `first`, stored because `len(first)` takes longer.
+        num_first: the number of rows of `first`. A call of `len(first)` takes longer.
     """
 
     tensor: Tensor
@@ -47,8 +48,8 @@ class Staging:
     """A ring of host buffers for uploads. For a GPU, the memory is pinned and guarded by events.
 
     Under async scheduling several steps are in flight. If a buffer were written again before its
-    copy ran, the plan of an earlier step would change. Each half of the ring has one event. It is
-    recorded after the half's last upload.
+    content is copied to the device, the plan of an earlier step would change. Each half of the ring
+    has one event. The event of a half is recorded after the last upload from this half.
     """
 
     def __init__(self, to: Tensor) -> None:
@@ -60,7 +61,8 @@ class Staging:
             self._buffers.append(Buffer(tensor, tensor.numpy()))
         self._events = [torch.cuda.Event() for _ in range(2)] if self._cuda else []
         self._at = -1
-        #: The target, and a slice of the target with the rows of the last upload.
+        #: The device tensor to which buffers are copied, a slice of it with the rows of the last
+        #: upload, and the number of these rows.
         self._to, self._to_first, self._num_first = to, to, len(to)
 
     def next(self) -> Buffer:
@@ -72,9 +74,9 @@ class Staging:
         return self._buffers[self._at]
 
     def upload(self, buffer: Buffer, num_rows: int) -> None:
-        """Enqueue the copy of the first `num_rows` rows. The slices are kept for the next upload,
-        because most decode steps have the same size. To slice a tensor takes a third of the time
-        that the enqueue takes."""
+        """Enqueue the copy of the buffer's first `num_rows` rows. The slices of the tensors are
+        kept for the next upload, because most decode steps have the same number of rows. To slice a
+        tensor takes a third of the time that is needed to enqueue the copy."""
         if buffer.first is None or buffer.num_first != num_rows:
             buffer.first, buffer.num_first = buffer.tensor[:num_rows], num_rows
         if self._num_first != num_rows:

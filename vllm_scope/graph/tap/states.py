@@ -4,16 +4,18 @@ Owns:  the meaning of the operations in ADVANCING, and the columns of walks and 
 Runs:  on the CPU; tests compare the kernel with this code.
 From:  program.operations.   To: definition, worker.walks.
 
-The log is float32 [num_places, STATE_NUMBERS]. A place has the value and the state of one gate at
-one position of one request. For each generated token, a request has one place for each gate with a
-state. The place's index is the index of the token's first place plus the gate's register.
+The log is float32 [num_places, STATE_NUMBERS]. A row of the log, called a place, contains the value
+and the state of one gate at one position of one request. For each generated token, a request has
+one place in the log for each gate with a state. The index of a gate's place is the index of the
+token's first place plus the gate's register.
 
-The walk of a row says where the request's states are, and which tokens have a state already. Each
-row advances the state alone. A row starts from the state of the last token that has a state. Then
-the row applies the scores of its request's rows in this step, up to the row's own score. An earlier
-tap has set these scores. Therefore no row waits for another row. A step of one row and a step of
-several rows give the same bits. The tap reads the position of a row on the device, because the host
-does not know the true position during speculative decoding.
+The walk of a row says where the request's states are, and which tokens have a state already. For
+each row, the tap advances the state separately. The tap starts from the state of the request's last
+token that has a state. Then the tap applies the scores of the request's rows in this step, up to
+the score of the row itself. An earlier tap has computed these scores. Therefore no row waits for
+another row. The states have the same bits if the tokens are computed in one step or in several
+steps. The tap reads the position of a row on the device, because the host does not know the true
+position during speculative decoding.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ Floats = NDArray[np.float32]
 
 #: Columns of the walks. START: the request's first place in the log. WIDTH: the number of places of
 #: one token. TOKENS: the number of the request's tokens with places. BEGIN: the position of the
-#: first generated token. KNOWN: tokens below this position have states, even if this step computes
-#: these tokens again. INDEX: the row's index among the request's rows in this step. Two columns are
-#: not used.
+#: first generated token. KNOWN: the tokens before this position have states, even if this step
+#: computes these tokens again. INDEX: the row's index among the request's rows in this step. Two
+#: columns are not used.
 START, WIDTH, TOKENS, BEGIN, KNOWN, INDEX = range(6)
 NUM_WALK_COLUMNS = 8
-#: Columns of the op table, as in `definition`: REGISTER, SOURCE, and the numbers a to e.
+#: The columns REGISTER, SOURCE and NUMBER_A to NUMBER_E of the op table. See `definition`.
 _REGISTER, _SOURCE, _NUMBERS = 7, 8, [4, 5, 9, 10, 11]
 
 
@@ -44,7 +46,7 @@ def compared(score: Floats, threshold: Floats, sharpness: Floats, sign: Floats) 
     """A gate's value by its score and threshold, [num_rows]. If `sharpness` is above 0, the value
     is a sigmoid; else the value is 0 or 1."""
     beyond = sign * (score - threshold)
-    with np.errstate(over="ignore"):  # torch's sigmoid would depend on the batch
+    with np.errstate(over="ignore"):  # the result of torch's sigmoid would depend on the batch
         smooth = 1 / (1 + np.exp(-sharpness * beyond))
     found: Floats = np.where(sharpness > 0, smooth, beyond > 0).astype(np.float32)
     return found
@@ -59,7 +61,7 @@ def advance(
         rows: [num_rows], indices of the rows in the batch.
         op: [num_rows, NUM_COLUMNS], the operation of each row.
         registers: [max_rows, REGISTERS].
-        host: as in definition.tap_rows.
+        host: the argument `host` of `definition.tap_rows`.
 
     Returns:
         The gates' values, [num_rows].
@@ -73,7 +75,7 @@ def advance(
     has = np.flatnonzero(token >= 0)
     if not len(has):
         return values
-    # The step begins where the accepted tokens end.
+    # The tokens before the request's first row in this step are accepted, and have states.
     known = np.maximum(np.maximum(known, begin), positions - index) - begin
     fresh, begun = token - known, known > 0
 
@@ -100,10 +102,11 @@ def advance(
 def _advanced(
     code: int, state: Floats, score: Floats, begun: NDArray[np.bool_], numbers: Floats
 ) -> Floats:
-    """The states one token later, [num_rows, STATE_NUMBERS]: the gate's value, and two numbers.
+    """The states after one more token, [num_rows, STATE_NUMBERS]. A state consists of the gate's
+    value and two numbers.
 
     Args:
-        begun: [num_rows], False at the first token of a state.
+        begun: [num_rows], False for the first token that has a state.
     """
     a, b, c, d, e = numbers.T
     one, two = state[:, 1], state[:, 2]
@@ -122,7 +125,7 @@ def _advanced(
 
 
 def positions_of(rows: NDArray[np.int64], host: Tensor) -> NDArray[np.int64]:
-    """The positions of these rows. `host` as in definition.tap_rows."""
+    """The positions of these rows. `host` is the argument `host` of `definition.tap_rows`."""
     last = int(rows.max())
     found: NDArray[np.int64] = array_at(ctypes.c_int64, int(host[5]), (last + 1, 1))[rows, 0]
     return found

@@ -1,7 +1,7 @@
 """The device tables that say what each tap does, and their updates before each step.
 
-Owns:  Tables: device tensors of fixed size and address, with the program of each row of a step.
-Runs:  in every worker. The host writes; taps read.
+Owns:  Tables (device tensors of fixed size and address, with the program of each row of a step).
+Runs:  in every worker. The host writes the tables, and taps read the tables.
 From:  plan, program_tables.   To: op.
 
 Promise: in a forward without a plan, every token's program is -1. Therefore taps do nothing in
@@ -37,7 +37,7 @@ from vllm_scope.graph.tap.states import NUM_WALK_COLUMNS
 from vllm_scope.program.layout import Widths
 from vllm_scope.program.operations import NO_PROGRAM, REGISTERS, STATE_NUMBERS
 
-#: Number of owners. Each owner has one word for a fault of the owner's request.
+#: The number of owners. `Tables.faults` has one word for each owner.
 MOST_OWNERS = 1 << 16
 
 
@@ -47,12 +47,13 @@ def log_places(states_mib: float) -> int:
 
 
 class Repeat(NamedTuple):
-    """How a step is repeated without an upload: with the same rows, each row one position later.
+    """The data with which taps can repeat a step without an upload. The repeated step has the same
+    rows, and each row is one position later.
 
     Attributes:
-        since: int64 [num_rows], the position of each row. Any number for a row without slots.
+        since: int64 [num_rows], the position of each row. Rows without slots can have any number.
         stride: the number of slots between the tokens of two adjacent positions.
-        steps: the largest number of repeats before the end of the arena or the ring.
+        steps: how many times the step can be repeated before the end of the arena or the ring.
     """
 
     since: NDArray[np.int64]
@@ -64,17 +65,20 @@ class Tables(ProgramTables):
     """Persistent device tables: the program tables, and the tables of the current step.
 
     Attributes:
-        tokens: [max_rows, 8] int32: what each row of the step does. Columns as in tap.definition.
+        tokens: [max_rows, 8] int32, the rows of the step. tap.definition lists the columns.
         taps: [num_taps, 4] int32. Column 0 is the tap's number. Column 1 is 0 if the tap does
-            nothing in this step, else 1. Two columns are not used. Each tap gets a view of its row.
-        registers: [max_rows, REGISTERS] float32: the registers of each row.
-        walks: [max_rows, 8] int32, for rows whose gates have states. Columns as in tap.states.
-        log: [num_places, STATE_NUMBERS] float32: the states of gates.
-        host: [6] int64, addresses. In host memory: the ring's slots (0 if taps do not write to the
-            ring), and `faults` (0 if faults are not read). On the device: `registers`, `walks`,
-            `log`, and the rows' positions (0 before the first `point_at`).
-        faults: int32 [MOST_OWNERS], host: owner -> 0, or a fault for `definition.fault_at`. Taps
-            write faults. Any thread is allowed to read and clear them.
+            nothing in this step, else 1. The other two columns are not used. Each tap gets a view
+            of its own row.
+        registers: [max_rows, REGISTERS] float32, the registers of each row.
+        walks: [max_rows, 8] int32, for rows whose gates have states. tap.states lists the columns.
+        log: [num_places, STATE_NUMBERS] float32, the states of gates.
+        host: [6] int64, six addresses. Two addresses are in host memory, namely the ring's slots (0
+            if taps do not write to the ring) and `faults` (0 if faults are not read). Four
+            addresses are on the device, namely `registers`, `walks`, `log`, and the rows' positions
+            (0 before the first `point_at`).
+        faults: int32 [MOST_OWNERS] in host memory. For each owner, the number is 0, or a fault that
+            `definition.fault_at` can read. Taps write faults. Any thread is allowed to read and
+            clear faults.
     """
 
     def __init__(
@@ -119,10 +123,10 @@ class Tables(ProgramTables):
         #: The walks from the last `load_walks`, and the address of the rows' positions.
         self._walks: NDArray[np.int32] | None = None
         self._positions = 0
-        #: The program ids of the last `load_step`; None after `clear_step`.
+        #: The program ids of the last `load_step`. None after `clear_step`.
         self._loaded: NDArray[np.int32] | None = None
-        #: True if the slots of the last `load_step` are in host memory; the stride of the last
-        #: `load_step`; the first slot that `move_on` expects in the next step.
+        #: Whether the slots of the last `load_step` are in host memory, the stride of the last
+        #: `load_step`, and the first slot that `move_on` expects in the next step.
         self._to_host, self._stride, self._next_slot = False, 0, 0
         #: bool [num_taps], the ACTS column of `taps`.
         self._acts = np.ones(num_taps, bool)
@@ -136,18 +140,20 @@ class Tables(ProgramTables):
         to_host: bool = False,
         repeat: Repeat | None = None,
     ) -> None:
-        """Set the programs of these rows for the next forward. Other rows have no program.
+        """Set the programs of these rows for the next forward. All other rows have no program.
 
         The table keeps the programs until the next `load_step` or `clear_step`.
 
         Args:
             rows: indices of the rows, ascending.
-            program_ids, owners: the program and the owner of each row. 0 means no owner.
-            slots: the first slot of each row's token. If the step is drained tap by tap, the
-                token's index among the tokens that deliver.
+            program_ids, owners: the program and the owner of each row. The owner 0 means that the
+                row has no owner.
+            slots: the first slot of each row's token. If the step is drained tap by tap, `slots`
+                contains instead the token's index among the tokens that deliver.
             to_host: True if the slots are in host memory, not in the arena.
-            repeat: how `move_on` can repeat the step. None if a repeat is not possible. The caller
-                must call `point_at` before, because the taps then read the rows' positions.
+            repeat: the data with which `move_on` can repeat the step. None if the step cannot be
+                repeated. With `repeat`, the taps read the rows' positions, so that the caller must
+                call `point_at` first.
         """
         if self._is_stale:
             self._flush()
@@ -175,11 +181,11 @@ class Tables(ProgramTables):
 
     def move_on(self, program_ids: NDArray[np.int32], slot: int, to_host: bool) -> bool:
         """Return True if the next forward can use the table unchanged, and count this use. The
-        caller guarantees that the rows are those of the last forward, one position later.
+        caller guarantees that the next forward has the same rows, each one position later.
 
         Args:
-            program_ids: as in `load_step`. Each repeated step must pass the same array object.
-            slot: the first slot of the step.
+            program_ids: the argument of `load_step`, which must be the same array object.
+            slot: the first slot of the next step.
         """
         if (
             self._loaded is not program_ids
@@ -193,11 +199,11 @@ class Tables(ProgramTables):
         return True
 
     def point_at(self, positions: Tensor) -> bool:
-        """Let taps read the rows' positions from this tensor. Returns False if taps cannot read it.
+        """Let taps read the rows' positions from this tensor. Returns False on failure.
 
         Args:
-            positions: [num_rows or more], device: the true position of each batch row. Taps need a
-                contiguous int64 tensor, and read its memory during the forward.
+            positions: [num_rows or more], the true position of each batch row, on the device. Taps
+                need a contiguous int64 tensor, and read its memory during the forward.
         """
         if positions.data_ptr() == self._positions:
             return True
@@ -216,7 +222,7 @@ class Tables(ProgramTables):
         Args:
             rows: indices of the rows, ascending.
             walks: [num_rows, 8], the walk of each of these rows.
-            positions: as in `point_at`.
+            positions: the argument of `point_at`.
 
         Raises:
             ScopeError: taps cannot read these positions.
@@ -239,8 +245,9 @@ class Tables(ProgramTables):
         return self._loaded is program_ids
 
     def _load_acts(self, program_ids: NDArray[np.int32]) -> None:
-        """Write for each tap whether any of these programs does something at the tap. Without this
-        table, each row looks up its program at each tap: idle taps take twice as long on a GPU."""
+        """Write to the table of taps whether any of these programs does something at each tap.
+        Without this information, each row would look up its program at each tap, and a tap that
+        does nothing would take twice as long on a GPU."""
         alike = bool((program_ids == program_ids[0]).all())  # the usual case, which is fast
         used = program_ids[:1] if alike else np.unique(program_ids)
         acts = (self._host_programs[used[used != NO_PROGRAM]] >= 0).any(axis=0)
@@ -260,7 +267,8 @@ class Tables(ProgramTables):
         return None if self._loaded is None else self._acts
 
     def clear_step(self) -> None:
-        """Remove the programs of all rows. Then `acting` is None, and `move_on` returns False."""
+        """Remove the programs of all rows. After this call, `acting` is None, and `move_on` returns
+        False."""
         self._loaded = None
         if self._rows_written:
             self.tokens[: self._rows_written].fill_(NO_PROGRAM)
@@ -268,6 +276,6 @@ class Tables(ProgramTables):
 
 
 def _as_slice(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
-    """If the rows are consecutive, the rows as a slice; else `rows` unchanged."""
+    """The indices `rows` as a slice if they are consecutive, else `rows` itself."""
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if last - first == len(rows) - 1 else rows

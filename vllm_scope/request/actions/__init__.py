@@ -1,7 +1,7 @@
 """The actions of a request: reads, probes, features, lenses, sums of rows, and edits.
 
 Owns:  Read, Probe, Features, LensTopK, Moments, Gate, Policy, and the edits.
-Runs:  in every process. numpy, no torch.
+Runs:  in every process, with numpy and without torch.
 To:    spec (all actions of a request), resolve (resolves actions for one engine).
 
 base.py         the fields that all actions share, and their JSON
@@ -26,7 +26,8 @@ Every edit is an update of a token's row x (`.` is the dot product):
 
 If the edit has a gate with the value g, the change of x is multiplied by g. Edits of one site apply
 in the order of the request. A read or probe gets the row after the edits of its own site. A read
-with `when="before"` gets the row before these edits. A gate also gets the row before these edits.
+with `when="before"` gets the row before the edits of its own site. A gate also gets the row before
+the edits of its own site.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def action_from_json(cls: type[Any], body: object, where: str) -> Any:
     """Parse one action from its JSON form.
 
     Raises:
-        SpecError: names `where` and the field, the given value and the allowed values.
+        SpecError: the JSON is not a valid action. The text names `where` and the field, the given
+            value and the allowed values.
     """
     if not isinstance(body, dict):
         raise SpecError(f"{where} is {shown(body)}; it must be an object.")
@@ -96,12 +98,12 @@ def action_from_json(cls: type[Any], body: object, where: str) -> Any:
         raise SpecError(
             f"{where} has {shown(unknown[0])}; the fields are {', '.join(sorted(known))}."
         )
-    if cls is Read and "site" not in body:  # the other actions have a default site
+    if cls is Read and "site" not in body:  # all actions except Read have a default site
         raise SpecError(f"{where} has no 'site'; sites are {', '.join(SITES)}.")
     try:
         return cls(**body)
     except TypeError:
-        # Only a missing argument is possible here: unknown fields were refused above.
+        # A TypeError means that an argument is missing, because unknown fields were refused above.
         raise without(cls, body, where) from None
     except SpecError as error:
         text = str(error).replace(f"{cls.__name__} has no layer;", f"{where} has no layers;")

@@ -1,7 +1,7 @@
 """The fields that all actions share (site, layers, tokens), and their JSON.
 
 Owns:  Action, Module (the name of a steering module), and checks of single values.
-To:    the other modules of this folder.
+To:    the other files of this folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Layers = Sequence[int] | str | int | None
 
 MAX_NAME = 200
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
-#: The default destination: the request's result contains the rows and scores.
+#: The default of `to`, with which the request's result contains the rows and scores.
 MEMORY = "memory"
 
 
@@ -34,7 +34,7 @@ class Module:
 
 def number(value: object, where: str) -> float:
     """Convert a value to a float. Raises SpecError if the value is not a finite float32 number."""
-    if getattr(value, "shape", None) == ():  # a scalar of numpy or torch
+    if getattr(value, "shape", None) == ():  # numpy or torch made this scalar
         value = value.tolist()  # type: ignore[attr-defined]
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise SpecError(f"{where} is {shown(value)}; it must be a number.")
@@ -45,7 +45,7 @@ def number(value: object, where: str) -> float:
 
 
 def without(cls: type[Any], given: Mapping[str, object], where: str) -> SpecError:
-    """Make the error for a JSON object without required arguments of a class."""
+    """Make the error for a JSON object that lacks required arguments of a class."""
     needed = [one for one in fields(cls) if one.default is one.default_factory is MISSING]
     missing = [one.name for one in needed if one.name not in given]
     return SpecError(f"{where} has no {' and no '.join(missing)}.")
@@ -68,7 +68,7 @@ def checked_name(value: object, where: str) -> str:
 
 
 def vector_or_module(value: object, where: str) -> Array | Module:
-    """Parse a vector. A string or `{"module": name}` gives a Module, other values an Array."""
+    """Parse a string or `{"module": name}` as a Module, and any other value as an Array."""
     if isinstance(value, Module):
         return value
     if isinstance(value, str):
@@ -79,31 +79,32 @@ def vector_or_module(value: object, where: str) -> Array | Module:
 
 
 def held_sae(name: str, saes: Mapping[str, Any], where: str) -> Any:
-    """The engine's SAE with this name. Raises SpecError if the engine has no such SAE."""
+    """The engine's SAE with this name. Raises SpecError if the engine has no SAE with this name."""
     if name not in saes:
         known = ", ".join(sorted(saes)[:8]) or "none"
         raise SpecError(
             f"{where} is {shown(name)}, which this engine does not hold; it holds: {known}. Name "
-            "it in additional_config={'scope': {'saes': ...}}."
+            "the SAE in additional_config={'scope': {'saes': ...}}."
         )
     return saes[name]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """Base of all actions.
+    """The base class of all actions.
 
     `layer` and `layers` are two names of one argument: a number, a list of numbers, or "all" for
     every tapped layer. Layers count from 0. After construction, `layers` is a tuple or "all". If
-    there is one layer, `layer` is its number. Otherwise `layer` equals `layers`. If a named SAE
-    determines the `Place`, `layer` and `layers` are None.
+    the action has exactly one layer, `layer` is the number of this layer. In all other cases,
+    `layer` equals `layers`. If a named SAE determines the `Place` of the action, `layer` and
+    `layers` are None.
     """
 
     kind: ClassVar[str]
-    #: Fields of the JSON form, without site, layers and tokens. The first field of an edit is the
-    #: edit's vector, direction, rows or SAE.
+    #: The fields of the JSON form, except site, layers and tokens. The first field of an edit is
+    #: the edit's vector, direction, rows or SAE.
     fields: ClassVar[tuple[str, ...]] = ()
-    #: The argument `embedding` of `parse_layers`.
+    #: The argument `embedding` that this class passes to `parse_layers`.
     embedding: ClassVar[str] = EMBEDDING
 
     site: str = "resid_post"
@@ -130,14 +131,14 @@ class Action:
         layer, layers = self.layer, self.layers
         if layer is None or layers is None:
             return layers if layer is None else layer
-        # dataclasses.replace passes the values of layer and layers that _place has set.
+        # dataclasses.replace passes `layer` and `layers`, with the values that _place has set.
         if isinstance(layers, str | tuple) and layers in (layer, (layer,)):
             return layers
         raise SpecError(f"{type(self).__name__} has layer and layers; give one of them.")
 
     @property
     def layer_numbers(self) -> tuple[int, ...] | None:
-        """The layers as a tuple. None means every tapped layer."""
+        """The layers as a tuple, or None if the action applies to every tapped layer."""
         return self.layers if isinstance(self.layers, tuple) else None
 
     def to_json(self) -> dict[str, object]:

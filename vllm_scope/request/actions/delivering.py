@@ -21,29 +21,32 @@ WHEN = ("after", "before")
 
 @dataclass(frozen=True)
 class Read(Action):
-    """Return the rows of a site, at some layers, of some tokens.
+    """Return the rows of one site, at the named layers, for the selected tokens.
 
     Args:
         site: a site that the engine taps.
-            The residual stream: `resid_pre`, `resid_mid`, `resid_post` (aliases `pre_attn`,
-            `post_attn`, `post_block`) and `embed`. `resid_post` at layer k is Hugging Face's
-            `hidden_states[k + 1]`. At the last layer, `resid_post` is before the final norm.
-            For each head: `q` and `k` (after norms and rotary embedding), `v`, and `z` (the
-            attention's output before its projection).
+            The sites on the residual stream are `resid_pre`, `resid_mid`, `resid_post` (aliases
+            `pre_attn`, `post_attn`, `post_block`) and `embed`. `resid_post` at layer k is Hugging
+            Face's `hidden_states[k + 1]`. At the last layer, `resid_post` is the row before the
+            final norm. The sites with one vector for each attention head are `q` and `k` (after
+            norms and rotary embedding), `v`, and `z` (the attention's output before the output
+            projection).
             `attn_in` and `mlp_in`: the inputs of the attention and of the MLP, after the norms.
             `attn_out` and `mlp_out`: the outputs that the layer adds to the stream.
             `mlp_post`: the input of the MLP's down projection. `ln_final`: the output of the
-            final norm. `router_logits`: the output of the router's gate, in layers with experts.
-        layer, layers: one argument: a number, a list of numbers from 0, or "all" (the default)
-            for every tapped layer. `embed` and `ln_final` have no layer.
+            final norm. `router_logits`: the router's logits for the experts, in layers that have
+            experts.
+        layer, layers: two names of one argument, which is a number, a list of numbers from 0, or
+            "all" (the default) for every tapped layer. `embed` and `ln_final` have no layer.
         tokens: a selector (`vllm_scope.request.selectors`). "all" by default.
-        when: "after" or "before": the row after or before the edits of the same site.
-        to: "memory" (the request's result has the rows), or a sink of the engine:
-            "filesystem", or a plugin's name.
-        tag, name: for sinks only: a folder for a group of requests, and a name of this request.
-        codec: the encoding of the rows on the device, before the rows are copied: a name, or
-            an object such as {"name": "rp8", "k": 128, "seed": 3}. The result decodes the rows.
-            docs/codecs.md describes the loss of each codec.
+        when: "after" for the row after the edits of the same site, or "before" for the row before
+            the edits of the same site.
+        to: "memory" if the request's result shall contain the rows, or the name of a sink of the
+            engine, which is "filesystem" or a plugin's name.
+        tag, name: for sinks only, the folder for a group of requests, and the name of this request.
+        codec: the codec that encodes the rows on the device before the rows are copied. `codec` is
+            the codec's name, or an object such as {"name": "rp8", "k": 128, "seed": 3}. The result
+            decodes the rows. docs/codecs.md describes the loss of each codec.
 
     Raises:
         SpecError: a wrong type, an unknown site, codec or option, no layer, or a negative layer.

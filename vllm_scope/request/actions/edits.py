@@ -23,13 +23,13 @@ from vllm_scope.request.arrays import Array
 from vllm_scope.request.selectors import Positions, as_numbers, parse_selector
 from vllm_scope.request.sites import EDIT_SITES, MODEL_SITES
 
-#: Fields that all edits have.
+#: The fields that all classes of edits have.
 COMMON = ("gate", "dose")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Edit(Action):
-    """Base of the actions that change a row. `fields[0]` names the field with the vector."""
+    """The base class of actions that change a row. `fields[0]` names the field with the vector."""
 
     gate: Any = None
     dose: str | None = None
@@ -41,14 +41,15 @@ class Edit(Action):
 
     @property
     def num_named(self) -> int:
-        """The number of features of a named SAE that the edit names."""
+        """If the edit names an SAE, the number of features that the edit names. Otherwise 0."""
         return 0
 
     def of_engine(self, saes: Mapping[str, Any]) -> Edit:
-        """This edit with the rows of an SAE in place of the SAE's name, if the edit names an SAE.
+        """This edit with the rows of an SAE in place of the SAE's name. If the edit names no SAE,
+        returns the edit itself.
 
         Args:
-            saes: name -> Sae, for the SAEs that the engine has loaded.
+            saes: the SAEs that the engine has loaded, by name.
 
         Raises:
             SpecError: the engine has not loaded the SAE, or the edit cannot use the SAE.
@@ -75,7 +76,7 @@ class Edit(Action):
                 layers = "those of a module" if module else shown(self.layers)
                 raise SpecError(
                     f"{kind}.dose is {shown(self.dose)}, and the layers are {layers}; a dose needs "
-                    "one named layer. Leave it out, or send one edit for each layer."
+                    "one named layer. Leave the dose out, or send one edit for each layer."
                 )
         if module and self.gate is not None and self.gate.name is not None:
             raise SpecError(
@@ -88,8 +89,9 @@ class Edit(Action):
 
         Args:
             value: one vector for all layers, [hidden_size], or one vector for each layer,
-                [num_layers, hidden_size]. If `most_dims` is 3: one block of n rows for all layers,
-                [n, hidden_size], or one block for each layer, [num_layers, n, hidden_size].
+                [num_layers, hidden_size]. If `most_dims` is 3, `value` is one block of n rows for
+                all layers, [n, hidden_size], or one block for each layer, [num_layers, n,
+                hidden_size].
         """
         name, kind = self.fields[0], type(self).__name__
         self._set(**{name: value})
@@ -101,7 +103,8 @@ class Edit(Action):
 
 
 def _check_rows(value: Array, layers: tuple[int, ...] | None, where: str, most_dims: int) -> None:
-    """Raise SpecError if there is not one row (or block) for all layers, or one for each layer."""
+    """Raise SpecError if `value` has neither one row (or block) for all layers, nor one row (or
+    block) for each layer."""
     if len(value.shape) < most_dims:
         return
     if len(value.shape) > most_dims:
@@ -111,7 +114,7 @@ def _check_rows(value: Array, layers: tuple[int, ...] | None, where: str, most_d
     if value.shape[0] != len(layers):
         raise SpecError(
             f"{where} has {value.shape[0]} rows for {len(layers)} layers; the vector of one layer "
-            "is flat, also where rows have heads (heads * head_size)."
+            "has one dimension, also at sites with heads (heads * head_size numbers)."
         )
 
 
@@ -120,18 +123,22 @@ class Add(Edit):
     """Add a vector: `x + scale * v`.
 
     Args:
-        vector: [hidden_size]: the same vector for every layer. [num_layers, hidden_size]: one
-            vector for each layer. Or the name of a registered steering module.
+        vector: an array [hidden_size] with one vector for all layers, an array [num_layers,
+            hidden_size] with one vector for each layer, or the name of a registered steering
+            module.
         site, layer: the `Place` of the edit. If no layer is given, a module applies at every
             `Place` for which the module has a vector.
         scale: a number. The vector is not normalised.
-        tokens: a selector of the tokens. "generated": the tokens that the model has sampled.
-        norm_match: True: the edit adds `scale * ||x|| * v / ||v||`.
-        max_relative_norm: upper bound of `||change|| / ||x||`. None: no bound.
-        name: the name by which the request's `Policy` sets `scale`. None: `scale` is fixed.
-        gate: a condition on the token's rows. The change is multiplied by the gate's value, 0 to 1.
-        dose: a name for scores in the result. The score of a token is the actual
-            `||change|| / ||x||`. None: the dose is not delivered.
+        tokens: a selector of the tokens. "generated" selects the tokens that the model has sampled.
+        norm_match: if True, the edit adds `scale * ||x|| * v / ||v||`.
+        max_relative_norm: upper bound of `||change|| / ||x||`. If `max_relative_norm` is None, the
+            change has no bound.
+        name: the name by which the request's `Policy` sets `scale`. Without a name, `scale` is
+            fixed.
+        gate: a condition on the token's rows. The change is multiplied by the gate's value, which
+            is from 0 to 1.
+        dose: the name of the edit's doses in the result. The dose at a token is the actual
+            `||change|| / ||x||`. Without this name, the doses are not delivered.
 
     Raises:
         SpecError: a wrong type or shape, a number that is not finite, no layer, or a zero vector
@@ -176,7 +183,7 @@ class Ablate(Edit):
 
     Args:
         direction: as `Add.vector`. This action normalises the direction to length 1.
-        site, layer, tokens, gate, dose: as for `Add`.
+        site, layer, tokens, gate, dose: the same arguments as in `Add`.
     """
 
     kind: ClassVar[str] = "ablate"
@@ -194,9 +201,11 @@ class Clamp(Edit):
 
     Args:
         direction: as `Add.vector`. This action normalises the direction to length 1.
-        lo, hi: bounds of `x.d`, lo <= hi. None or infinite: no bound. One of the two must be given.
-        site, layer, tokens, gate, dose: as for `Add`.
-        strength: 0 to 1. At 1, the component moves to the bound. At 0.5, it moves half of the way.
+        lo, hi: the lower and the upper bound of `x.d`, with lo <= hi. If lo or hi is None or
+            infinite, there is no such bound. At least one bound must be given.
+        site, layer, tokens, gate, dose: the same arguments as in `Add`.
+        strength: a number from 0 to 1. With 1, the component along the direction moves to the
+            bound. With 0.5, the component moves half of the way to the bound.
     """
 
     kind: ClassVar[str] = "clamp"
@@ -216,9 +225,9 @@ class Clamp(Edit):
                 bound = None if value == unbounded else number(value, f"Clamp.{name}")
                 self._set(**{name: bound})
         if self.lo is None and self.hi is None:
-            raise SpecError("Clamp.lo and hi are missing: it has no bound. Give lo, hi or both.")
+            raise SpecError("Clamp.lo and hi are missing; there is no bound. Give lo, hi or both.")
         if self.lo is not None and self.hi is not None and self.lo > self.hi:
-            raise SpecError(f"Clamp.lo is {self.lo:g} and hi {self.hi:g}; lo is at most hi.")
+            raise SpecError(f"Clamp.lo is {self.lo:g} and hi {self.hi:g}; lo must be at most hi.")
         if not 0 <= self.strength <= 1:
             raise SpecError(f"Clamp.strength is {self.strength:g}; it must be from 0 to 1.")
         self._place_vector(vector_or_module(self.direction, "Clamp.direction"))
@@ -229,13 +238,14 @@ class Replace(Edit):
     """Replace (patch) the rows at some positions with given rows.
 
     Args:
-        values: [num_positions, hidden_size]: the same rows for every layer. [hidden_size]: one
-            position. [num_layers, num_positions, hidden_size]: different rows for each layer.
+        values: an array [num_positions, hidden_size] with the same rows for every layer,
+            [hidden_size] with the row of one position, or [num_layers, num_positions, hidden_size]
+            with different rows for each layer.
         positions: distinct positions, one for each row. Negative positions count from the prompt's
             end.
         site, layer: the `Place` of the edit.
-        gate, dose: as for `Add`. At a gate's value of 0.5, the new row is the mean of the old and
-            the given row.
+        gate, dose: the same arguments as in `Add`. If the gate's value is 0.5, the new row is the
+            mean of the old row and the given row.
 
     Raises:
         SpecError: a wrong type or shape, a repeated position, or no layer.

@@ -32,10 +32,12 @@ MAX_FEATURES = 16
 
 @dataclass(frozen=True)
 class FeatureRows:
-    """The features of one action: f = s if s > threshold, else 0, where s = x . encoder + bias.
+    """The rows and numbers of an SAE with which one edit computes features.
+
+    For a row x, a feature is f = s if s > threshold, else 0, where s = x . encoder + bias.
 
     Args:
-        encoder, decoder: [num_features, width of a row].
+        encoder, decoder: arrays [num_features, width of a row].
         bias: the bias of each feature. All constants of the SAE are already added to the bias.
         threshold: the threshold of each feature, 0 or above.
 
@@ -77,8 +79,8 @@ class FeatureRows:
         """The encoder and decoder rows of some features of a loaded Sae.
 
         Raises:
-            SpecError: the SAE does not have an index, or the SAE is a TopK SAE. Single features of
-                a TopK SAE cannot be computed.
+            SpecError: the SAE does not have a feature with one of the numbers, or the SAE is a TopK
+                SAE. Single features of a TopK SAE cannot be computed.
         """
         indices = _indices(index, where)
         some = [sae.feature(i) for i in indices]
@@ -95,7 +97,7 @@ class FeatureRows:
 
     @staticmethod
     def parse(value: object, where: str) -> FeatureRows:
-        """Parse a JSON object with the four fields. A FeatureRows is returned as it is."""
+        """Parse a JSON object with the four fields. A FeatureRows is returned without changes."""
         if isinstance(value, FeatureRows):
             return value
         names = ("encoder", "decoder", "bias", "threshold")
@@ -130,7 +132,8 @@ def _indices(index: object, where: str) -> tuple[int, ...]:
 
 
 def _numbers(value: object, count: int, where: str) -> tuple[float, ...]:
-    """One number for each feature. A single number is used for all features."""
+    """Make a tuple from `value`, with one number for each feature. A single number is used for all
+    features."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     given = list(value) if isinstance(value, list | tuple) else [value] * count
@@ -140,7 +143,8 @@ def _numbers(value: object, count: int, where: str) -> tuple[float, ...]:
 
 
 def _flags(value: object, count: int, where: str) -> tuple[bool, ...]:
-    """True or false for each feature. A single value is used for all features."""
+    """Make a tuple from `value`, with one bool for each feature. A single bool is used for all
+    features."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     given = list(value) if isinstance(value, list | tuple) else [value] * count
@@ -155,15 +159,15 @@ def _flags(value: object, count: int, where: str) -> tuple[bool, ...]:
 
 @dataclass(frozen=True)
 class _FeatureEdit(Edit):
-    """Base of SetFeature and ScaleFeature. `fields[2]` names the field with the features' numbers.
+    """The base class of SetFeature and ScaleFeature.
 
-    If `sae` is a name, `of_engine` makes a new edit with the rows of the SAE. The checks that need
-    the SAE are made at that time.
+    `fields[2]` names the field with one number for each feature. If `sae` is a name, `of_engine`
+    makes a new edit with the rows of the SAE, and makes the checks that need the SAE.
     """
 
     sae: Any
     index: Any = None
-    #: Empty: the SAE's own site.
+    #: If `site` is empty, the SAE's own site is used.
     site: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -191,7 +195,7 @@ class _FeatureEdit(Edit):
         if self.dose is not None and rows.count > 1:
             raise SpecError(
                 f"{kind}.dose is {shown(self.dose)}, and there are {rows.count} features; a dose "
-                "needs one feature. Leave it out, or send one edit for each feature."
+                "needs one feature. Leave the dose out, or send one edit for each feature."
             )
 
     def _place_named(self) -> None:
@@ -202,7 +206,7 @@ class _FeatureEdit(Edit):
         numbers = _numbers(getattr(self, name), len(indices), f"{kind}.{name}")
         self._set(index=indices, **{name: numbers})
         self._set_flags(len(indices))
-        # The checks of the other fields need a site and a layer. Any layer is good.
+        # The checks of the other fields need a site and a layer. These checks accept any layer.
         self._set(site=canonical_site(site or "resid_post", f"{kind}.site"))
         if given is None and self.site not in MODEL_SITES:
             self._set(layer=0)
@@ -225,8 +229,9 @@ class _FeatureEdit(Edit):
 
     @property
     def changes(self) -> tuple[tuple[float, float, bool], ...]:
-        """(a, d, active) of each feature. The edit adds (a + d * f) times the decoder's row. If
-        `active` is True, the edit does not change a row in which f is 0."""
+        """The numbers (a, d, active) of each feature, which define the edit. The edit adds (a + d *
+        f) times the decoder's row. If `active` is True, the edit does not change a row in which f
+        is 0."""
         raise NotImplementedError
 
 
@@ -235,14 +240,16 @@ class SetFeature(_FeatureEdit):
     """Set features of an SAE in the row: `x + (value - f) * decoder`.
 
     Args:
-        sae: a `vllm_scope.saes.sae.Sae`, or the name of an SAE of the engine, but not a TopK SAE.
+        sae: a `vllm_scope.saes.sae.Sae`, or the name of an engine's SAE. A TopK SAE is refused.
         index: the feature's number, or a list of at most 16 numbers.
         value: the new activation of the feature, or a list of activations, one for each feature.
-        add: True: `value` is added to the activation. Or a list of bools, one for each feature.
-        only_if_active: True: rows in which the activation is 0 are not changed. Or a list of bools,
-            one for each feature.
-        site, layer: the `Place` of the edit. By default the SAE's own `Place`.
-        tokens, gate, dose: as for `Add`. An edit with a dose has one feature.
+        add: if True, `value` is added to the activation. `add` can also be a list of bools, one for
+            each feature.
+        only_if_active: if True, rows in which the activation is 0 are not changed. `only_if_active`
+            can also be a list of bools, one for each feature.
+        site, layer: the `Place` of the edit. The default is the SAE's own `Place`.
+        tokens, gate, dose: the same arguments as in `Add`. An edit with a dose must have exactly
+            one feature.
 
     Raises:
         SpecError: a wrong type or shape, or a feature that the SAE does not have.
@@ -274,7 +281,7 @@ class ScaleFeature(_FeatureEdit):
 
     Args:
         factor: a number, or a list with one factor for each feature. 0 removes the feature.
-        sae, index, site, layer, tokens, gate, dose: as for `SetFeature`.
+        sae, index, site, layer, tokens, gate, dose: the same arguments as in `SetFeature`.
     """
 
     kind: ClassVar[str] = "scale_feature"

@@ -12,7 +12,8 @@ row at the gate's `Place`, v the gate's vector, and s = x . v + bias. Then g is:
     cast      as cosine, but c is the cosine between x and tanh((x . d) d), where d = v / ||v||
 
 `above=False` reverses the comparison: `threshold - s` takes the place of `s - threshold`. If the
-gate has a `state`, g also depends on earlier generated tokens. Module `states` has the formulas.
+gate has a `state`, g also depends on earlier generated tokens. states.py has the formulas of a gate
+with a state.
 """
 
 from __future__ import annotations
@@ -42,18 +43,22 @@ class Gate:
     Args:
         vector: a direction, [hidden_size], or a linear `Probe` of one layer. From a probe, the gate
             takes only the weight, bias, site, layer and threshold.
-        layer, site: the `Place` of the row, on the residual stream, at or before the `Place` of the
-            edit. A gate gets the row before the edits of the gate's site.
-        threshold: the number with which `x . vector + bias`, or the cosine, is compared. None: the
-            probe's threshold, or 0. After construction, `threshold` is a number.
+        layer, site: the `Place` whose row the gate gets. The `Place` of a gate is on the residual
+            stream, at or before the `Place` of the edit. A gate gets the row before the edits of
+            the gate's site.
+        threshold: the number with which `x . vector + bias`, or the cosine, is compared. If None,
+            the probe's threshold is used, or 0 if no threshold of a probe is given. After
+            construction, `threshold` is a number.
         kind: "step", "sigmoid", "cosine", or "cast" (conditional activation steering). For "cast",
             the cosine is between the row and the tanh of the row's projection on the vector.
         sharpness: the slope of "sigmoid", above 0. Other kinds have no sharpness.
         bias: a number that is added to the score. "cosine" and "cast" have no bias.
-        above: False: the edit applies if the score is below the threshold.
-        state: `Ema`, `Latch`, `Hysteresis` or `Pid`: the gate's value then also depends on earlier
-            generated tokens. A gate with a state must read a `Place` before the edit's `Place`.
-        name: the name of the gate's values in the result. None: the values are not delivered.
+        above: if False, the edit applies where the score is below the threshold.
+        state: None, or an `Ema`, `Latch`, `Hysteresis` or `Pid`, with which the gate's value also
+            depends on earlier generated tokens. A gate with a state must read a `Place` before the
+            edit's `Place`.
+        name: the name of the gate's values in the result. Without a name, the gate's values are not
+            delivered.
 
     Raises:
         SpecError: a wrong type or shape, a vector of zeros, a number that is not finite, or an
@@ -71,7 +76,7 @@ class Gate:
     above: bool = True
     state: Any = None
     name: str | None = None
-    #: None, or a tuple of one layer.
+    #: The layer of the gate, as a tuple of one number.
     layers: tuple[int, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -80,10 +85,11 @@ class Gate:
             if self.layer is not None or self.site != "resid_post" or self.bias:
                 raise SpecError(
                     "Gate.vector is a probe, and Gate names a layer, a site or a bias; those of "
-                    "the probe are taken. Leave them out, or give the probe's weight."
+                    "the probe are taken. Leave out the layer, site and bias of the gate, or give "
+                    "the probe's weight."
                 )
             given = _of_probe(self.vector, self.kind, self.threshold)
-            # This value is not a field, because gates from JSON have no probe.
+            # `_tokens_of_probe` is not a field, because a gate from JSON has no probe.
             self._set(_tokens_of_probe=self.vector.tokens)
         else:
             given["vector"] = Array.parse(self.vector, "Gate.vector")
@@ -224,7 +230,7 @@ def _check_alone(probe: Probe) -> None:
     if probe.aggregate is not None:
         raise SpecError(
             f"Gate.vector is a probe with the aggregate {shown(probe.aggregate)}; a gate takes a "
-            "probe without one. Give Gate.state, such as Ema, to count the tokens before."
+            "probe without an aggregate. Give Gate.state, such as Ema, to use earlier scores too."
         )
     refused = {
         "action": probe.action if probe.action != "flag" else None,

@@ -18,25 +18,27 @@ from vllm_scope.request.sites import LENS_SITES, Place
 
 @dataclass(frozen=True)
 class LensTopK(Action):
-    """Deliver the likeliest next tokens, computed from the row of each token, at some layers.
+    """Deliver the likeliest next tokens, computed from the row of each token at each named layer.
 
     The device applies the model's own final norm and unembedding to the row, with the model's soft
     cap and scale of logits. Then the device computes the log-softmax over the whole vocabulary, in
-    float32. At `resid_post` of the last layer the values are the model's own log-probabilities.
+    float32. At `resid_post` of the last layer, the delivered values are the model's own
+    log-probabilities.
 
     Args:
-        layer, layers: one argument: a number, a list of numbers from 0, or "all" (the default).
-            "all": every tapped layer (with a named lens, every tapped layer that the lens maps).
-        lens: the name of a tuned lens or a Jacobian lens of the engine. The lens's affine map of
-            the layer is applied to the row first. None: the row is not mapped.
+        layer, layers: two names of one argument, which is a number, a list of numbers from 0, or
+            "all" (the default) for every tapped layer. With a named lens, "all" means every tapped
+            layer for which the lens has a map.
+        lens: the name of a tuned lens or a Jacobian lens of the engine. The lens's affine map for
+            the layer is applied to the row first. If None, no map is applied.
         top_k: number of tokens for each row and layer, at most 1,024.
         site: "resid_post" (the default), "resid_mid" or "resid_pre".
         tokens: a selector of the tokens.
-        name: the name in the result.
+        name: the name of these tokens in the result.
         to: "memory", or a sink that accepts scores.
 
     Raises:
-        SpecError: a wrong type, or a site that is not in this list.
+        SpecError: a wrong type, or a site that is not one of the three sites above.
     """
 
     kind: ClassVar[str] = "lens"
@@ -69,14 +71,14 @@ class LensTopK(Action):
             self._set(layer=layers[0] if len(layers) == 1 else layers, layers=layers)
 
     def of_engine(self, lenses: Mapping[str, Collection[Place]]) -> LensTopK:
-        """This action with all layers that its named lens maps. If the action names no lens, or
-        names its layers, returns the action itself.
+        """This action, with all layers for which the named lens has a map. If the action names no
+        lens, or names its layers, returns the action itself.
 
         Args:
-            lenses: name -> each `Place` that has a tap and that the lens maps.
+            lenses: for the name of each lens, every tapped `Place` for which the lens has a map.
 
         Raises:
-            SpecError: the name is unknown, or the lens does not map a layer.
+            SpecError: the lens is not known, or the lens has no map for one of the layers.
         """
         if self.lens is None:
             return self
@@ -84,7 +86,7 @@ class LensTopK(Action):
             known = ", ".join(sorted(lenses)[:8]) or "none"
             raise SpecError(
                 f"LensTopK.lens is {shown(self.lens)}, which this engine does not hold; it holds: "
-                f"{known}. Name it in additional_config={{'scope': {{'lenses': ...}}}}."
+                f"{known}. Name the lens in additional_config={{'scope': {{'lenses': ...}}}}."
             )
         mapped = sorted(layer for site, layer in lenses[self.lens] if site == self.site)
         wrong = [layer for layer in self.layer_numbers or () if layer not in mapped]

@@ -22,14 +22,15 @@ MAX_OPTIONS = 4096
 class Policy:
     """An operator's policy. The policy gets the request's scores for each token.
 
-    The policy can set the `scale` of a named `Add` for later tokens, end the request, or flag it.
+    The policy can set the `scale` of a named `Add` for later tokens, and can end or flag the
+    request.
 
     Args:
         name: the name of a policy of the engine (`additional_config["scope"].policies`).
         options: a JSON object. The policy checks the options.
 
     Raises:
-        SpecError: no name, or options that are not a JSON object of at most 4,096 characters.
+        SpecError: no name, or the options are not a JSON object of at most 4,096 characters.
     """
 
     name: str

@@ -28,37 +28,42 @@ PROBE_ACTIONS = ("flag", "stop")
 
 
 def is_monitor(name: str) -> bool:
-    """True if the probe with this name is an operator's monitor, and not the caller's."""
+    """True if the probe with this name is an operator's monitor, and not a probe of the caller."""
     return name.startswith(MONITOR)
 
 
 @dataclass(frozen=True)
 class Probe(Action):
-    """Score each token's row on the device: `x . weight + bias`, float32.
+    """Compute a score from each token's row on the device: `x . weight + bias`, in float32.
 
     Args:
-        weight: [width of a row], for one layer. [num_layers, width of a row]: one weight for each
-            layer. The layers' scores are added. An `Mlp` or an `AttentionPool`. For several layers,
-            a list with one for each layer. The name of a registered steering module that has a
-            vector at this site for each layer.
+        weight: an array [width of a row] for one layer, or an array [num_layers, width of a row]
+            for several layers, whose scores are added. The weight can also be an `Mlp` or an
+            `AttentionPool`, or for several layers a list with one of these for each layer. The
+            weight can also be the name of a registered steering module that has a vector at this
+            site for each layer.
         bias: a number that is added to each score.
         site: any tapped site. A row of `q`, `k`, `v` or `z` contains all heads, one after another.
-        layer, layers: one argument: the number of a layer, or a list of numbers.
+        layer, layers: two names of one argument, which is the number of a layer, or a list of
+            numbers.
         name: the name of the scores in the result.
         tokens: a selector of the tokens.
-        to: as for `Read`. Not all sinks accept scores. "filesystem" does not. A sink accepts only
-            scores of one layer, without an AttentionPool or an aggregate.
+        to: the destination of the scores, as for `Read`. Not all sinks accept scores. The sink
+            "filesystem" does not accept scores. A sink accepts only scores of one layer, without an
+            AttentionPool or an aggregate.
         activation: None, or "sigmoid". The sigmoid is applied after the bias is added.
-        aggregate: a second value at each position, computed from all scores up to the position:
-            "max", "mean", `Ema(decay)` or `RollingMean(window, then="max")`. None: no second value.
+        aggregate: the rule that computes a second value at each position from all scores up to this
+            position. The rule is "max", "mean", `Ema(decay)` or `RollingMean(window, then="max")`.
+            With `aggregate=None`, there is no second value.
         threshold: the request gets a verdict at the first position at which the aggregate is above
-            this number. If there is no aggregate, the score is compared. None: no verdict.
-        action: "flag": the result has the verdict. "stop": the verdict also ends the request, and
-            the next token is the request's last token. "stop" needs a threshold, and `tokens` must
-            be "all", "prompt" or "generated".
-        after: the name of another probe of the request: the first stage. This probe then scores
-            only generated tokens, and only after the first stage's verdict (`cascade`). None: this
-            probe scores `tokens` without a first stage.
+            this number. If there is no aggregate, the score is compared with this number. Without a
+            threshold, there is no verdict.
+        action: with "flag", the result has the verdict. With "stop", the verdict also ends the
+            request, and the next token is the request's last token. "stop" needs a threshold, and
+            `tokens` must be "all", "prompt" or "generated".
+        after: the name of another probe of the request, which is the first stage of a cascade. This
+            probe then scores only generated tokens, and only after the verdict of the first stage.
+            With `after=None`, this probe scores `tokens` without a first stage.
 
     Raises:
         SpecError: a wrong type or shape, no name, no layer, a number of weights that differs from
@@ -103,7 +108,7 @@ class Probe(Action):
         if self.to != MEMORY and not alone:
             raise SpecError(
                 f"Probe.to is {shown(self.to)}; a sink takes scores of one layer, without an "
-                "AttentionPool or an aggregate. Let them go to memory."
+                "AttentionPool or an aggregate. Send the scores to memory."
             )
 
     def _check_verdict(self) -> None:
@@ -152,11 +157,11 @@ class Probe(Action):
 
     @property
     def pools(self) -> bool:
-        """True if the weight is an AttentionPool: scores then depend on earlier positions."""
+        """True if the weight is an AttentionPool, whose scores also depend on earlier positions."""
         return isinstance(self.weight, tuple) and isinstance(self.weight[0], AttentionPool)
 
     def weights(self) -> list[Array | Mlp | AttentionPool]:
-        """The weights, one for each layer. Only for a probe whose weight is not a Module."""
+        """The weights, one for each layer. The weight of the probe must not be a Module."""
         if isinstance(self.weight, tuple):
             return list(self.weight)
         assert isinstance(self.weight, Array)

@@ -1,6 +1,6 @@
 """The action that delivers features of a sparse autoencoder (SAE): their indices and values.
 
-Owns:  Features, EncoderRows (rows that the request sends) and HeldSae (an SAE of the engine).
+Owns:  Features, EncoderRows (rows that the request sends), HeldSae (an SAE of the engine).
 To:    resolve.
 """
 
@@ -18,7 +18,7 @@ from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import MODEL_SITES, canonical_site
 
 DEFAULT_TOP_K, MAX_TOP_K = 32, 1024
-#: The largest number of `indices` of one request. 1 KiB of JSON can request 4 MiB of rows.
+#: The largest number of `indices` of one request. 1 KiB of JSON can thus request 4 MiB.
 MAX_INDICES = 256
 
 
@@ -29,7 +29,7 @@ class HeldSae:
     Attributes:
         num_features: number of features of the SAE.
         width: number of elements of a row.
-        k: for a TopK SAE, the number of active features of each row. None for any other SAE.
+        k: for a TopK SAE, the number of active features of each row. For any other SAE, k is None.
     """
 
     name: str
@@ -40,10 +40,12 @@ class HeldSae:
 
 @dataclass(frozen=True)
 class EncoderRows:
-    """Features of one action: f = s if s > threshold, else 0, where s = x . encoder + bias.
+    """The rows and numbers of an SAE with which one action computes features.
+
+    For a row x, a feature is f = s if s > threshold, else 0, where s = x . encoder + bias.
 
     Args:
-        encoder: [num_features, width of a row].
+        encoder: an array [num_features, width of a row].
         bias: the bias of each feature. All constants of the SAE are already added to the bias.
         threshold: the threshold of each feature, 0 or above.
 
@@ -79,12 +81,12 @@ class EncoderRows:
         """The encoder rows of some features of a loaded Sae.
 
         Raises:
-            SpecError: the SAE does not have an index, or the SAE is a TopK SAE.
+            SpecError: the SAE does not have one of the features, or the SAE is a TopK SAE.
         """
         if sae.k is not None:
             raise SpecError(
                 f"{sae.name} is a TopK SAE: whether a feature is active depends on all others. "
-                "Name it in additional_config={'scope': {'saes': ...}}."
+                "Name the SAE in additional_config={'scope': {'saes': ...}}."
             )
         folded = sae.fold(indices)
         bias = folded.bias.float().numpy()
@@ -97,7 +99,7 @@ class EncoderRows:
 
     @staticmethod
     def parse(value: object, where: str) -> EncoderRows:
-        """Parse a JSON object with the three fields. An EncoderRows is returned as it is."""
+        """Parse a JSON object with the three fields. An EncoderRows is returned without changes."""
         if isinstance(value, EncoderRows):
             return value
         names = ("encoder", "bias", "threshold")
@@ -121,14 +123,14 @@ class Features(Action):
     """Deliver the features that an SAE computes from each token's row, on the device.
 
     Args:
-        sae: the name of an SAE of the engine. If `indices` is given, also a
-            `vllm_scope.saes.sae.Sae`. The request then sends the encoder rows of these features.
+        sae: the name of an SAE of the engine. If `indices` is given, `sae` can also be a
+            `vllm_scope.saes.sae.Sae`, whose encoder rows for these indices the request sends.
         top_k: the number of strongest features to deliver for each token, at most 1,024. The
             default is 32 if `indices` is None.
         indices: the numbers of the features to deliver, in place of `top_k`. All Features of a
             request have at most 256 indices together.
         threshold: values below this number are left out. Inactive features are always left out.
-        name: the name of the features in the result. By default the SAE's name.
+        name: the name of the features in the result. The default is the SAE's name.
         site, layer: the `Place` of the rows. A named SAE accepts only its own `Place`, which is the
             default.
         tokens: a selector of the tokens.
@@ -144,7 +146,7 @@ class Features(Action):
 
     sae: Any
     _: KW_ONLY
-    #: Empty: the SAE's own site.
+    #: If `site` is empty, the SAE's own site is used.
     site: str = field(default="", kw_only=True)
     top_k: int | None = None
     indices: Any = None
@@ -241,10 +243,11 @@ class Features(Action):
         names no SAE, returns the action itself.
 
         Args:
-            saes: name -> Sae, for the SAEs that the engine has loaded.
+            saes: the SAEs that the engine has loaded, by name.
 
         Raises:
-            SpecError: an unknown name or feature, or a site or layer that is not the SAE's.
+            SpecError: an unknown name or feature, or a site or layer that differs from the site or
+                layer of the SAE.
         """
         if not isinstance(self.sae, str):
             return self

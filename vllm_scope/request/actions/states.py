@@ -3,9 +3,10 @@
 Owns:  State (Ema, Latch, Hysteresis, Pid), and the JSON of a state.
 To:    gates.
 
-s_p is the gate's score at position p: x . v + bias, or a cosine. d is 1, or -1 for a gate with
-`above=False`. The state begins with the request's first generated token. Tokens of the prompt do
-not change the state. The gate's value g at position p is, in float32:
+s_p is the gate's score at position p: x . v + bias, or a cosine. d is 1 for a gate with
+`above=True`, and -1 for a gate with `above=False`. The state begins with the request's first
+generated token. Tokens of the prompt do not change the state. The gate's value g at position p is,
+in float32:
 
     Ema         m_p = decay * m_(p-1) + (1 - decay) * s_p; at the first token, m_p = s_p
                 g: the formula of the gate's kind, with m_p in place of s_p
@@ -17,7 +18,7 @@ not change the state. The gate's value g at position p is, in float32:
                 g = clip(kp * e_p + ki * i_p + kd * (e_p - e_(p-1)), 0, 1); at the first token,
                 the term with kd is 0
 
-At positions of the prompt the gate has the same value as without a state.
+At positions of the prompt, a gate with a state has the same value as a gate without a state.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ class Latch:
 
 @dataclass(frozen=True)
 class Hysteresis:
-    """The state of a gate that opens beyond its threshold, and closes only beyond `low`.
+    """The state of a gate that opens above its threshold, and closes only below `low`.
 
     Args:
-        low: at most the gate's threshold. With `above=False`, at least the threshold.
+        low: a score that is at most the gate's threshold. With `above=False`, the gate opens below
+            its threshold and closes only above `low`, and `low` is at least the threshold.
     """
 
     low: float
@@ -55,15 +57,16 @@ class Hysteresis:
 class Pid:
     """A PID controller: sets the gate's value by the distance of the score from a setpoint.
 
-    The distance beyond the setpoint is the error. The gate's value is computed from three numbers.
-    `kp` multiplies the error of this token. `ki` multiplies the sum of the errors of all generated
-    tokens up to this token. `kd` multiplies the error minus the error of the previous token.
+    The error of a token is the distance by which the score is beyond the setpoint. The gate's value
+    is computed from three numbers. `kp` multiplies the error of this token. `ki` multiplies the sum
+    of the errors of all generated tokens up to this token. `kd` multiplies the error minus the
+    error of the previous token.
 
     Args:
         setpoint: the score at which the error is 0.
-        kp, ki, kd: the factors of these three numbers.
-        most_sum: bound of the absolute value of the sum, 0 or more. None: 1 / |ki|. With this
-            bound, the sum alone can open the gate fully.
+        kp, ki, kd: the three factors that are described above.
+        most_sum: bound of the absolute value of the sum, 0 or more. The default is 1 / |ki|. With
+            the default bound, the sum alone can open the gate fully.
     """
 
     setpoint: float
@@ -85,14 +88,14 @@ class Pid:
 
     @property
     def bound(self) -> float:
-        """`most_sum` as a finite number. If `most_sum` is None, the default bound."""
+        """`most_sum` as a finite number. If `most_sum` is None, returns the default bound."""
         if self.most_sum is not None:
             return self.most_sum
         return min(1 / abs(self.ki), MAX_FLOAT32) if self.ki else 0.0
 
 
 State = Ema | Latch | Hysteresis | Pid
-#: Name in JSON -> class.
+#: The class of each state, by the name of the state in JSON.
 STATES: dict[str, type[State]] = {cls.__name__.lower(): cls for cls in get_args(State)}
 
 
@@ -121,7 +124,7 @@ def parse_state(value: object, where: str) -> State | None:
         raise SpecError(f"{where} has {shown(unknown[0])}; the fields are {allowed}.")
     try:
         return cls(**{name: value[name] for name in known if name in value})
-    except TypeError:  # only a missing argument is possible here
+    except TypeError:  # an argument is missing
         raise without(cls, value, where) from None
     except SpecError as error:
         raise SpecError(str(error).replace(f"{cls.__name__}.", f"{where}.", 1)) from None
@@ -137,8 +140,8 @@ def check_state(state: State, kind: str, threshold: float, above: bool) -> None:
     """Raises SpecError if a gate of this kind cannot have this state."""
     if isinstance(state, Latch | Hysteresis) and kind == "sigmoid":
         raise SpecError(
-            f"Gate.kind is 'sigmoid', and Gate.state is {type(state).__name__}, which takes an "
-            "open or a closed gate: name 'step', 'cosine' or 'cast'."
+            f"Gate.kind is 'sigmoid', and Gate.state is {type(state).__name__}, which needs a "
+            "gate that is open or closed; take the kind 'step', 'cosine' or 'cast'."
         )
     sign, side = (1, "at most") if above else (-1, "at least")
     if isinstance(state, Hysteresis) and sign * state.low > sign * threshold:
@@ -149,7 +152,7 @@ def check_state(state: State, kind: str, threshold: float, above: bool) -> None:
 
 
 def hysteresis_low(state: Latch | Hysteresis, above: bool) -> float:
-    """The score beyond which an open gate closes. Infinite for a latch: it never closes."""
+    """The score beyond which an open gate closes. For a Latch, that score is infinite."""
     if isinstance(state, Hysteresis):
         return state.low
     return -math.inf if above else math.inf

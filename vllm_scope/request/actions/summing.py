@@ -17,24 +17,26 @@ from vllm_scope.request.actions.base import Action, checked_name, number
 class Moments(Action):
     """Add the rows of the request's tokens to sums on the device. The rows do not leave the device.
 
-    The worker has one set of sums for each name, site, layer and label. A set has the number of
-    rows and the sum of x. With `covariance`, a set also has the sum of x x^T. With a target y, a
-    set also has the sum of x y. Each accepted token counts one time.
-    `vllm_scope.moments(llm, name)` returns the sums, and `vllm_scope.drop_moments(llm, name)` drops
-    the sums. The request does not use the prefix cache for its tokens.
+    The worker has one set of sums for each name, site, layer and label. Each set contains the
+    number of rows, and the sum of the rows x. With `covariance`, each set also contains the sum of
+    x x^T. With a target y, each set also contains the sum of x y. Each accepted token counts one
+    time. `vllm_scope.moments(llm, name)` returns the sums, and `vllm_scope.drop_moments(llm, name)`
+    drops the sums. The request does not use the prefix cache for its tokens.
 
     Args:
         site: the name of a site, such as "resid_post".
-        layer, layers: a number, a list of numbers, or "all" (the default).
+        layer, layers: two names of one argument, which is a number, a list of numbers, or "all"
+            (the default).
         tokens: a selector (`vllm_scope.request.selectors`). "all" by default.
         by: the label of the sums to which the request's rows are added.
-        target: a number y, the same for all rows of the request. None: no sum of x y.
-        covariance: True: the sets also have the sum of x x^T, of 8 bytes * width^2.
+        target: a number y, the same for all rows of the request. Without a target, there is no sum
+            of x y.
+        covariance: if True, each set also contains the sum of x x^T, which takes 8 * width^2 bytes.
         name: the name of the sums. All requests with one name must have the same `covariance`. All
-            of them must have a target, or all of them must have no target.
+            requests with one name must have a target, or all must have no target.
 
     Raises:
-        SpecError: a wrong type, an unknown site, an empty layer list, or a negative layer.
+        SpecError: a wrong type, an unknown site, an empty list of layers, or a negative layer.
     """
 
     kind: ClassVar[str] = "moments"

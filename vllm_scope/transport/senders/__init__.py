@@ -2,15 +2,15 @@
 
 base.py    Sender, the interface that the memory sink uses
 shared.py  sends to a front-end that maps this worker's ring
-tcp.py     sends to a front-end that cannot map the ring: encrypted rows follow their header
+tcp.py     sends to a front-end that cannot map the ring; rows are encrypted and follow their header
 
 From:  sinks.memory.   To: receiver.
 
-Promise: when a sender is created, its transport is tested: the front-end has mapped the ring, or
-has answered over TCP. A span of the ring stays leased until the front-end has read the span. The
+Promise: when a sender is created, its transport is tested. The front-end has then mapped the ring,
+or has answered over TCP. A span of the ring stays leased until the front-end has read the span. The
 ring therefore bounds the worker's memory, and a slow front-end loses no rows. If the front-end's
-process ends, its leases are released. If the front-end runs but does not read for
-`deliver_timeout_s`, the worker revokes the front-end.
+process ends, the leases of its rows are released. If the front-end runs but does not read, and the
+ring has waited `deliver_timeout_s` for the front-end, the worker revokes the front-end.
 """
 
 from vllm_scope.transport.senders.base import Road, Sender

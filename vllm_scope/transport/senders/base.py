@@ -20,12 +20,12 @@ from vllm_scope.transport.messages import (
 from vllm_scope.transport.ring import Lease
 
 Road = Literal["shared", "tcp"]
-#: How long a worker waits for a front-end's first answer.
+#: How long, in seconds, a worker waits for a front-end's first answer.
 ANSWER_S = 5.0
 
 
 class Sender(ABC):
-    """Sends to one front-end. Calls are not concurrent."""
+    """Sends messages to one front-end. Only one thread at a time may call the methods."""
 
     road: ClassVar[Road]
 
@@ -44,7 +44,8 @@ class Sender(ABC):
         self._send(FinishHeader(key, stage, error, dict(manifests)))
 
     def send_ends(self, ends: Sequence[tuple[int, str | None]], stage: int) -> None:
-        """Send the ends of several requests in one message; `ends` has (key, error) for each."""
+        """Send the ends of several requests in one message; `ends` has a pair (key, error) for each
+        request."""
         self._send(EndsHeader([FinishHeader(key, stage, error) for key, error in ends]))
 
     def send_decided(self, key: int, decided: Decided) -> None:

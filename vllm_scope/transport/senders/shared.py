@@ -1,7 +1,8 @@
 """A sender to a front-end that maps this worker's ring: only headers are sent.
 
 Owns:  SharedSender.
-Runs:  on the caller's thread: the drain thread, or the main thread while it waits for the ring.
+Runs:  on the caller's thread, which is the drain thread, or the worker's main thread while this
+       thread waits for the ring.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from vllm_scope.transport.messages import (
 from vllm_scope.transport.ring import CLOSED, HostRing, Lease
 from vllm_scope.transport.senders.base import ANSWER_S, Sender
 
-#: The shortest time between two checks whether the process of a slow front-end still runs.
+#: The shortest time between two checks of whether the process of a slow front-end still runs.
 LOOK_S = 0.05
 
 
@@ -51,7 +52,7 @@ class SharedSender(Sender):
         #: (message number, lease) of each unread message with rows, in order.
         self._unread: deque[tuple[int, Lease]] = deque()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        # Unbounded: headers are small, and the ring limits the number of rows.
+        # The queue is unbounded, because headers are small, and the ring limits the number of rows.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         # A dead front-end must not delay the exit of the worker.
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -124,15 +125,16 @@ class SharedSender(Sender):
         self._release(CLOSED)
 
     def _is_dead_by_now(self) -> bool:
-        """True if the front-end's process has ended; False within LOOK_S of the last check."""
+        """True if the front-end's process has ended. Within LOOK_S of the last check, the result is
+        False without a check."""
         if time.monotonic() < self._look_at:
             return False
         self._look_at = time.monotonic() + LOOK_S
         return not self._address.alive
 
     def close(self) -> None:
-        """Deliver the messages that wait. If the front-end is dead, free its counter as soon as the
-        front-end cannot write to the counter any more."""
+        """Deliver the messages that wait. If the front-end is dead, free the counter of the
+        front-end as soon as the front-end cannot write to this counter any more."""
         if self.dead:
             self._release(CLOSED)
             self._ring.free_reader_later(self._reader, self._has_left)

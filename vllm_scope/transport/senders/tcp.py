@@ -49,7 +49,7 @@ DIAL_S = 2.0
 #: How long a closing worker waits until a front-end has read the messages that were sent.
 CLOSE_S = 5.0
 #: A batch is sent in pieces of about this size. The front-end copies one piece while the next piece
-#: travels. Both ends then need little extra memory for a large batch.
+#: travels. Both ends of the connection then need little extra memory for a large batch.
 PIECE_BYTES = 8 << 20
 PIECE_TOKENS = 1 << 16
 
@@ -61,7 +61,7 @@ class _Sent:
     Attributes:
         frames: the header, and a view of the rows in the ring.
         lease: the lease of the rows.
-        tracker: zmq sets the tracker's `done` to True when zmq does not read `frames` any more.
+        tracker: zmq sets the tracker's `done` to True when zmq has stopped reading `frames`.
     """
 
     number: int
@@ -93,7 +93,8 @@ class TcpSender(Sender):
         self._num_sent = self._num_confirmed = 0
         #: Messages to send. The caller appends messages, and the thread removes them.
         self._outgoing: deque[_Sent] = deque()
-        #: Messages that were sent, and that the front-end has not read. Only the thread uses this.
+        #: Messages that were sent, and that the front-end has not read. Only the thread changes
+        #: this queue.
         self._unread: deque[_Sent] = deque()
         self._num_dials = 0
         self._dead = False
@@ -189,7 +190,7 @@ class TcpSender(Sender):
         socket.curve_serverkey = self._address.server_key.encode()
         socket.curve_publickey = self._address.client_key.encode()
         socket.curve_secretkey = self._address.client_secret.encode()
-        # Unbounded: the ring limits the number of rows that wait.
+        # The queue is unbounded, because the ring limits the number of rows that wait.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
         keep_alive(socket)
@@ -264,7 +265,8 @@ class TcpSender(Sender):
 
 
 def _pieces(batch: RowBatch) -> Iterator[tuple[Labels, int, int]]:
-    """The pieces of a batch, about PIECE_BYTES each: (labels, first slot, last slot + 1)."""
+    """Yield the pieces of a batch as (labels, first slot, last slot + 1). Each piece has about
+    PIECE_BYTES."""
     labels, num_tokens = batch.labels, len(batch.labels.keys)
     if batch.boundary is not None:
         ends = np.arange(1, num_tokens + 1) * (len(batch.slots) // num_tokens)
