@@ -306,7 +306,8 @@ class Compiled:
     def check_size(self, columns: Collection[Column]) -> None:
         """Raise SpecError if columns need more programs or operations than a request may have."""
         most, most_ops = MOST_PROGRAMS, MOST_OPS
-        # A monitor without edits must not cause a refusal, so that only edits get the lower limits.
+        # Only requests with edits get the lower limits, because a monitor without edits must not
+        # cause a refusal.
         if self.edits:
             most, most_ops = MOST_PROGRAMS_WITH_EDITS, MOST_OPS_WITH_EDITS
         if len(columns) > most:

@@ -297,8 +297,8 @@ class RequestProgram:
         return RequestProgram(num_prompt, np.asarray(ids, np.int64), compiled)
 
     def then(self, first: int, other: RequestProgram) -> RequestProgram:
-        """This program until the position `first`, and the program `other` at this position and all
-        later positions. `begun` does not change."""
+        """This program before the position `first`, and the program `other` at `first` and all later
+        positions. `begun` does not change."""
         earlier = tuple(one for one in self.later if one[0] < first)
         return replace(self, later=(*earlier, (first, other.after(self.begun))))
 

@@ -217,7 +217,10 @@ def fold_tensors(
     or if `scale` is not above 0."""
     mean, scale = (as_vector(tensors[name], name) for name in ("mean", "scale"))
     if not len(mean) == len(scale) == len(weight) or not (scale > 0).all():
-        raise SpecError(f"mean and scale must have {len(weight)} values, and scale values above 0.")
+        raise SpecError(
+            f"mean and scale must each have {len(weight)} values, "
+            "and the values of scale must be above 0."
+        )
     return fold(weight, bias, mean, scale)
 
 

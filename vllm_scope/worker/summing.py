@@ -158,7 +158,7 @@ class Summing:
         self, step: StepRows, arena: Layout, number: int, points: tuple[int, ...]
     ) -> Iterator[Callable[[], None]]:
         """Add the rows whose tokens are certainly accepted. All other rows wait. Yields functions
-        that mark the positions of these rows as added."""
+        that mark the positions of the added rows."""
         owners = self._owners(step.keys, number)
         step, owners = step.at(owners.known), owners.at(owners.known)
         sure = owners.numbers(lambda one: one.num_prompt if step.true is not None else one.sure)

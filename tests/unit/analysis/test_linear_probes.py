@@ -112,11 +112,11 @@ def test_a_scaler_in_the_file_is_folded(tmp_path):
         pytest.param(WEIGHT | {"bias": np.float32([np.nan])}, BODY, "bias is nan", id="nan-bias"),
         pytest.param(
             WEIGHT | {"mean": np.float32([1, 1]), "scale": np.float32([1, 0])}, BODY,
-            "scale above 0", id="zero-scale",
+            "values of scale must be above 0", id="zero-scale",
         ),
         pytest.param(
             WEIGHT | {"mean": np.float32([1]), "scale": np.float32([1])}, BODY,
-            "of 2 values", id="short-scaler",
+            "must each have 2 values", id="short-scaler",
         ),
         pytest.param(WEIGHT, "{", "is not JSON", id="no-json"),
         pytest.param(WEIGHT, [], "its fields are", id="a-list"),

@@ -114,8 +114,9 @@ async def _settled(engine: AsyncLLM, stream: Outputs) -> Outputs:
 
 
 async def _arrival(pending: Pending, timeout: float) -> None:
-    """Wait for a request's last row, at most `timeout` seconds. If the row does not come within
-    LONG_S or `timeout` seconds, the engines connect again."""
+    """Wait for a request's last row, at most `timeout` seconds. If the row is still missing when
+    the wait ends, and the wait took LONG_S or `timeout` seconds (the smaller number) or more, the
+    engines connect again."""
     limit = time.monotonic() + min(timeout, LONG_S)
     try:
         await asyncio.wait([asyncio.wrap_future(pending.done)], timeout=timeout)

@@ -130,8 +130,8 @@ def is_known(text: object) -> bool:
 
 
 def is_quick(text: object, prompt_ids: object) -> bool:
-    """True if a spec is known (`is_known`), or is small and names no features of an SAE. If the
-    prompt is small too, the calling thread prepares the request."""
+    """True if the calling thread can prepare the request. The prompt must be small. The spec must
+    be known (`is_known`), or must be small and name no features of an SAE."""
     if is_known(text):
         return is_small(prompt_ids)
     return is_small((text, prompt_ids)) and not (isinstance(text, str) and _ROWS.search(text))

@@ -95,8 +95,8 @@ def _renewing(change: Callable[..., object], scope: ScopeWorker) -> Callable[...
 
 
 def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
-    """Wrap `execute_model` of the model runner. The worker's `execute_model` is not wrapped,
-    because Ray's compiled graph does not call it.
+    """Wrap `execute_model` and `sample_tokens` of the model runner. The worker's `execute_model` is
+    not wrapped, because Ray's compiled graph does not call it.
     vllm 0.32, v1/executor/ray_utils.py, RayWorkerWrapper.execute_model_ray
     """
     execute_model = runner.execute_model

@@ -1,4 +1,4 @@
-"""Gives some modules of a model (MLP, router, final norm) a subclass whose forward has a tap.
+"""Gives some modules (attention, MLP, router, final norm) a subclass whose forward has a tap.
 
 Sites at a module's input: `attn_in` (attention), `mlp_in` (MLP), `mlp_post` (the MLP's down
 projection). Sites at a module's output: `router_logits` (router of experts), `ln_final` (the norm

@@ -69,7 +69,8 @@ def find_faults(
     """Test the rows of a recorded forward, and return the findings.
 
     Args:
-        middles: for each layer number, the norm before the MLP, which tests of resid_mid use.
+        middles: by layer number, the norm before the layer's MLP. Statements 3 and 4 are tested
+            only for these layers.
         dtype: the model's dtype.
         sizes: for each site inside the attention that has a tap, the number of elements of a row.
 
