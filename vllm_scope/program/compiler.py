@@ -297,7 +297,7 @@ class RequestProgram:
         return RequestProgram(num_prompt, np.asarray(ids, np.int64), compiled)
 
     def then(self, first: int, other: RequestProgram) -> RequestProgram:
-        """This program before the position `first`, and the program `other` at `first` and all later
+        """This program before the position `first`. The program `other` at `first` and all later
         positions. `begun` does not change."""
         earlier = tuple(one for one in self.later if one[0] < first)
         return replace(self, later=(*earlier, (first, other.after(self.begun))))

@@ -69,8 +69,14 @@ class Strong:
 
 def table_bytes(num_features: int, k: int, before: int, after: int) -> int:
     """The number of bytes of a table with these sizes."""
+    # A table also has the float32 `_least` of each feature.
+    return stored_bytes(num_features, k, before, after) + 4 * num_features
+
+
+def stored_bytes(num_features: int, k: int, before: int, after: int) -> int:
+    """The number of bytes of the tensors in the file of a table with these sizes."""
     entry = 8 + LABEL_BYTES + 8 * (before + 1 + after)
-    return num_features * (k * entry + 8 * NUM_BARS + 8 + 4 + 2)
+    return num_features * (k * entry + 8 * NUM_BARS + 8 + 2)
 
 
 class MaxActivating:

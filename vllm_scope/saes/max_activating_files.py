@@ -3,7 +3,8 @@
 Owns:  `encode_table`, `load_max_activating`.
 From:  max_activating. To: sinks.max_activating; callers.
 
-Promise: before a table is allocated, the sizes that a file claims are compared with its tensors.
+Promise: before a table is allocated, the claimed sizes are compared with the file's tensors and
+with the file's size.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from vllm_scope.errors import FileError, shown
-from vllm_scope.saes.max_activating import COUNTS, SIZES, MaxActivating
+from vllm_scope.saes.max_activating import COUNTS, SIZES, MaxActivating, stored_bytes
 from vllm_scope.saes.strongest import LABEL_BYTES, NUM_BARS
 
 _FORMAT = "vllm_scope.max_activating.1"
@@ -80,7 +81,11 @@ def _load(path: Path) -> MaxActivating:
             shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}
             num_features, k, before, after = (facts[name] for name in SIZES)
             context = [num_features, k, before + 1 + after]
-            if shapes.get("values") != context or shapes.get("bars") != [num_features, NUM_BARS]:
+            if (
+                shapes.get("values") != context
+                or shapes.get("bars") != [num_features, NUM_BARS]
+                or stored_bytes(num_features, k, before, after) > path.stat().st_size
+            ):
                 raise FileError(f"{path}: the sizes {context} contradict the file's tensors.")
             table = MaxActivating(num_features, k, before, after, str(facts["sae"]))
             for name, array in table.entries.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import tracemalloc
 
@@ -208,6 +209,33 @@ def test_a_damaged_file_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(FileError, match="cannot be read"):
         load_max_activating(path)
+
+
+def test_a_file_that_claims_more_than_its_size_is_refused_before_memory_is_taken(tmp_path):
+    path, num_features = tmp_path / "a.safetensors", 100_000
+    facts = {"num_features": num_features, "k": 1, "before": 0, "after": 0, "sae": "toy"}
+    tensors = {
+        "values": np.zeros((num_features, 1, 1), np.uint8),
+        "bars": np.zeros((num_features, NUM_BARS), np.uint8),
+    }
+    metadata = {"format": "vllm_scope.max_activating.1", "max_activating": json.dumps(facts)}
+    save_file(tensors, path, metadata)
+    tracemalloc.start()
+    try:
+        with pytest.raises(FileError, match=r"the sizes .* contradict the file"):
+            load_max_activating(path)
+        assert tracemalloc.get_traced_memory()[1] < path.stat().st_size
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_file_of_no_features_is_refused(tmp_path):
+    facts = {"num_features": 0, "k": 1, "before": 0, "after": 0, "sae": "toy"}
+    tensors = {"values": np.zeros((0, 1, 1), np.float32), "bars": np.zeros((0, NUM_BARS), np.int64)}
+    metadata = {"format": "vllm_scope.max_activating.1", "max_activating": json.dumps(facts)}
+    save_file(tensors, tmp_path / "a.safetensors", metadata)
+    with pytest.raises(FileError, match="cannot be read: num_features is 0"):
+        load_max_activating(tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_features", 0), ("k", 0), ("k", True),
