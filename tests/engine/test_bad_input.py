@@ -28,7 +28,9 @@ def llm(checkpoints):
 BAD = [
     pytest.param(raw({"reads": [{"site": "residual"}]}), "'residual'; sites are", id="site"),
     pytest.param(
-        raw({"reads": [{"site": "logits"}]}), "which is not a site: vLLM returns", id="logits"
+        raw({"reads": [{"site": "logits"}]}),
+        "which is not a site: vLLM itself returns",
+        id="logits",
     ),
     pytest.param(
         raw({"reads": [{"site": "resid_post", "layers": [99]}]}),
