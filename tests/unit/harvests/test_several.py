@@ -429,7 +429,7 @@ def test_engines_that_cannot_start_or_differ_are_refused(tmp_path):
     with pytest.raises(ScopeError, match="cannot start recorded: no memory"):
         harvest(["one"], tmp_path / "out", broken, 1)
     with pytest.raises(
-        ConfigError, match=r"host .* has dtype '\w+', and the engine on host .* '\w+'; g"
+        ConfigError, match=r"host .* has dtype '\w+', and the engine on host .* has '\w+'; these"
     ):
         harvest(["one"], tmp_path / "out", partial(differing, str(tmp_path / "first")))
     assert not (tmp_path / "out" / FOLDER).exists()

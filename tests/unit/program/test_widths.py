@@ -403,5 +403,7 @@ def test_a_site_that_is_not_tapped_is_refused_with_the_option_to_set():
 
 
 def test_what_is_no_site_is_refused_with_where_it_is_and_the_sites():
-    with pytest.raises(SpecError, match=r"not a site: vLLM returns them.*Sites are.*q, k, v, z"):
+    with pytest.raises(
+        SpecError, match=r"not a site: vLLM itself returns logits.*Sites are.*q, k, v, z"
+    ):
         Read("logits")
