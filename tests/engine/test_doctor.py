@@ -158,7 +158,7 @@ def test_it_says_why_not(tmp_path):
     said = " ".join(done.stdout.split())
     assert "cannot be read: Gemma3nTextModel.forward has no loop over layers" in said
     assert "served plainly" in said
-    assert "An engine that compiles the model can serve embed, resid_pre and resid_post" in said
+    assert "an engine that compiles the model can serve embed, resid_pre and resid_post" in said
 
 
 def test_of_a_multimodal_model_it_says_what_can_be_read_of_the_decoder(tmp_path):
