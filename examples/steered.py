@@ -42,7 +42,7 @@ CHANCE: Final = 0.1
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of the three experiments.
+    """The measured results of the three experiments.
 
     Attributes:
         plain: of reviews without an edit.

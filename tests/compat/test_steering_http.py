@@ -299,7 +299,8 @@ def test_consumers_are_sinks(case):
     [
         pytest.param({"name": "filesystem", "params": {"rot": 1}}, "has 'rot'", id="unknown"),
         pytest.param(
-            {"name": "filesystem", "params": {"on_collision": "suffix"}}, "replaces a file of its",
+            {"name": "filesystem", "params": {"on_collision": "suffix"}},
+            "replaces a file of its name",
             id="collision",
         ),
         pytest.param({"name": "filesystem", "instance_name": "b"}, "one instance", id="instance"),
@@ -460,7 +461,9 @@ BAD = {
     "unknown-positions": (
         {"capture": {"filesystem": FILES | {"positions": "last"}}}, "one of last_prompt, all",
     ),
-    "a-layout": ({"capture": {"filesystem": FILES | {"layout": "packed"}}}, "the operator sets it"),
+    "a-layout": (
+        {"capture": {"filesystem": FILES | {"layout": "packed"}}}, "only the operator sets it",
+    ),
     "captured-layer": (
         {"capture": {"filesystem": {"hooks": {"post_block": [7]}}}}, "layers 0 to 2",
     ),

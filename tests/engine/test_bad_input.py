@@ -29,7 +29,7 @@ BAD = [
     pytest.param(raw({"reads": [{"site": "residual"}]}), "'residual'; sites are", id="site"),
     pytest.param(
         raw({"reads": [{"site": "logits"}]}),
-        "which is not a site: vLLM itself returns",
+        "which is not a site: vLLM itself returns logits",
         id="logits",
     ),
     pytest.param(

@@ -193,7 +193,7 @@ def test_a_package_that_the_models_code_needs_is_named(tmp_path):
         pytest.param(
             "",
             ("--sites", "logits"),
-            "which is not a site: vLLM itself returns",
+            "which is not a site: vLLM itself returns logits",
             id="a-site-without-taps",
             marks=pytest.mark.long,
         ),

@@ -229,7 +229,10 @@ def test_a_decision_that_comes_too_late_ends_its_request_and_no_other(llm, monke
     for i in (0, 2):
         same(outputs[i], before[i])
     assert outputs[1].outputs[0].finish_reason == "error"
-    assert "decision came after the tokens of the decision" in outputs[1].outputs[0].stop_reason
+    assert (
+        "came after the first tokens to which the decision applies"
+        in outputs[1].outputs[0].stop_reason
+    )
     assert outputs[1].scope.status == "failed"
 
 

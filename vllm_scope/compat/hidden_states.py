@@ -51,7 +51,7 @@ class Options:
             use this option. `max_model_len` must leave room for one more token.
 
     Raises:
-        SpecError: the options capture no tokens, or an option has a value of a wrong type.
+        SpecError: no option selects tokens, or the value of an option has a wrong type.
     """
 
     layers: Sequence[int] | str = "all"

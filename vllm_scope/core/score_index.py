@@ -173,9 +173,9 @@ class ScoreIndex:
             self._frozen.setdefault(request_id, num_tokens)
 
     def lose(self, keys: Iterable[ScoreKey]) -> None:
-        """Record that a worker does not have some scores. The next news makes all workers drop
-        these scores. (Workers of other pipeline stages store a part of each score.) A late report
-        can also name scores that were stored again after the loss."""
+        """Record the keys of scores that a worker does not have. With the next news, all workers
+        drop these scores. (Workers of other pipeline stages store a part of each score.) A late
+        report can also name scores that were stored again after the loss."""
         lost = set(keys)
         self._known.discard(lost)
         self._forgotten += lost

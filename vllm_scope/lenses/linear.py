@@ -95,7 +95,7 @@ class LinearLens:
     @property
     def sha256(self) -> str | None:
         """The SHA-256 of the file at `path`, in hexadecimal. None if `path` is None. Each access
-        reads the whole file. Raises OSError."""
+        reads the whole file. If the file cannot be read, an OSError is raised."""
         return None if self.path is None else sha256_of(self.path)
 
     @property

@@ -308,7 +308,7 @@ class Sae:
             bias = factor * bias
         if self.apply_b_dec_to_input:
             bias = bias - factor * (encoder @ self.decoder_bias.to(device).double())
-        # A threshold below 0 counts as 0, because features are never negative.
+        # Values of features are never negative, so a threshold below 0 means the same as 0.
         threshold = None if threshold is None else threshold.clamp(min=0)
         return Folded(encoder * (factor * self.input_scale)[:, None], bias, threshold)
 

@@ -93,8 +93,12 @@ def of(**entry):
 MANY = [TO_5 | {"feature_idx": i} for i in range(17)]
 REFUSED = {
     "not-a-list": ({"module_name": "toy"}, r"^sae_clamp_specs is .*; it must be a list of objects"),
-    "no-module": ([{"clamps": AT_1}], r"^sae_clamp_specs\[0\] has \['clamps'\]; its fields are mo"),
-    "unknown-field": ([spec(strength=1)], r"\[0\] has .*'strength'.*; its fields are module_name"),
+    "no-module": (
+        [{"clamps": AT_1}], r"^sae_clamp_specs\[0\] has \['clamps'\]; its fields are module_name",
+    ),
+    "unknown-field": (
+        [spec(strength=1)], r"\[0\] has .*'strength'.*; its fields are module_name, clamps",
+    ),
     "no-name": ([spec(module_name=3)], r"\[0\]\.module_name is 3; a name is"),
     "phase": ([spec(phase="all")], r"\[0\]\.phase is 'all'; it must be both or prefill or decode"),
     "gated": ([spec(gated=True)], r"\[0\]\.gated is True: .* there is none here"),

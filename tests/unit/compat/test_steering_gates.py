@@ -107,7 +107,9 @@ def when(**fields):
 
 REFUSED = {
     "not-a-list": (GATE, "^steering is .*; it must be a list of gates"),
-    "no-scope": ({"when": PROBE, "apply": ADD}, r"^steering\[0\] has .*its fields are when, scope"),
+    "no-scope": (
+        {"when": PROBE, "apply": ADD}, r"^steering\[0\] has .*its fields are when, scope, apply",
+    ),
     "unknown-scope": (GATE | {"scope": "soon"},
         r"\[0\]\.scope is 'soon'; it must be this_token or"),
     "a-step": (GATE | {"scope": "next_step"}, r"scope is 'next_step': steps are the scheduler's"),
@@ -121,16 +123,19 @@ REFUSED = {
     "clamp": (apply_(kind="clamp"), "vllm_scope.Clamp takes a gate"),
     "unknown-kind": (apply_(kind="sub"), r"apply\.kind is 'sub'; it must be add\.$"),
     "kind-is-a-list": (apply_(kind=["add"]), r"apply\.kind is \['add'\]"),
-    "unknown-field": (apply_(**ADD, gain=2), r"apply has .*'gain'.* its fields are kind, steer"),
+    "unknown-field": (
+        apply_(**ADD, gain=2), r"apply has .*'gain'.* its fields are kind, steer, strength",
+    ),
     "no-threshold": (
         GATE | {"when": {k: v for k, v in PROBE.items() if k != "threshold"}},
-        r"when has \['kind', 'probe'\]; its fields are kind, probe, threshold",
+        r"when has \['kind', 'probe'\]; its fields are kind, probe, threshold, sharpness",
     ),
     "always-with-a-probe": (
         OPEN | {"when": PROBE | {"kind": "always"}}, r"when has .* its fields are kind\.$",
     ),
     "a-probes-name": (
-        when(probe={"kind": "name", "name": "p"}), r"when\.probe\.kind is 'name': a name stands",
+        when(probe={"kind": "name", "name": "p"}),
+        r"when\.probe\.kind is 'name': a name stands for",
     ),
     "two-probes": (
         when(probe=inline(post_block=packed(P, P, layers=[0, 1]))),

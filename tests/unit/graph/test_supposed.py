@@ -172,9 +172,8 @@ def test_one_norm_beside_the_layers_is_needed(norms):
     model.layers = nn.ModuleList([TensorLayer(n) for n in range(NUM_LAYERS)])
     for number in range(norms):
         model.add_module(f"norm_{number}", Norm())
-    with pytest.raises(
-        CompatError, match=f"^{WHY}; and Module does not have exactly one norm beside"
-    ):
+    sentence = f"^{WHY}; and Module does not have exactly one norm beside its layers"
+    with pytest.raises(CompatError, match=sentence):
         supposed_anatomies(model, NUM_LAYERS, no, no, WHY)
     model = nn.Sequential(model)
     model[0].norm_0 = Norm()

@@ -184,6 +184,7 @@ def test_a_request_that_delivers_more_than_there_is_room_for_loses_only_its_own_
         pending.finish(0, None)
     lost, kept = greedy.snapshot([0] * 12, "length"), modest.snapshot([0] * 3, "length")
     assert (lost.status, lost.delivered) == ("failed", 0)
+    assert "have all rows that one key may have on this server" in lost.error
     assert "the rows of this request were dropped" in lost.error
     assert (kept.status, kept.delivered) == ("complete", 3)
     assert inbox.budget.num_bytes == 3 * (ROW + LABEL_BYTES)

@@ -201,7 +201,7 @@ def test_a_damaged_file_is_refused(tmp_path):
         metadata = file.metadata()
     tensors = load_file(path)
     save_file(tensors | {"values": tensors["values"][:4].copy()}, path, metadata)
-    with pytest.raises(FileError, match=r"the sizes .* contradict the file"):
+    with pytest.raises(FileError, match=r"the sizes .* contradict the file's tensors"):
         load_max_activating(path)
     save_file(tensors, path, {"format": "another"})
     with pytest.raises(FileError, match="is no table of strongest tokens of this version"):
@@ -222,7 +222,7 @@ def test_a_file_that_claims_more_than_its_size_is_refused_before_memory_is_taken
     save_file(tensors, path, metadata)
     tracemalloc.start()
     try:
-        with pytest.raises(FileError, match=r"the sizes .* contradict the file"):
+        with pytest.raises(FileError, match=r"the sizes .* contradict the file's tensors"):
             load_max_activating(path)
         assert tracemalloc.get_traced_memory()[1] < path.stat().st_size
     finally:

@@ -34,8 +34,8 @@ from vllm_scope.worker.score_store import ScoreStore
 from vllm_scope.worker.watch import Judged, Watch
 
 _TOO_LATE = (
-    "the request was ended, because its policy's decision came after the tokens of the decision; "
-    "start the engine without async scheduling."
+    "the request was ended, because its policy's decision came after the first tokens to which the "
+    "decision applies; start the engine without async scheduling."
 )
 _NAME, _LOST = "scope_verdicts", "scope_lost_scores"
 

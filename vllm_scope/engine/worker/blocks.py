@@ -4,7 +4,7 @@ Owns:  `blocks_of`.
 Runs:  in every worker, after load.
 
 Promise: the engine does not start if a tapped layer does not have exactly one such block, or if the
-block's forward does not name its input hidden_states, x or input_. Every tensor-parallel rank has
+block's forward has no parameter that `parts.INPUTS` names. Every tensor-parallel rank has
 the whole row of both sites.
 """
 
@@ -22,8 +22,8 @@ def blocks_of(anatomy: Anatomy, sites: Sites) -> dict[Place, nn.Module]:
     """Maps each place of `attn_in` or `mlp_in` with a tap to the module whose input the tap reads.
 
     Raises:
-        ConfigError: a layer does not have exactly one such module, or the module's forward does not
-            name its input hidden_states, x or input_.
+        ConfigError: a layer does not have exactly one such module, or the module's forward has no
+            parameter that `INPUTS` names.
     """
     return {
         place: _block_in(layer, place)
