@@ -457,12 +457,12 @@ NET = {"0.weight": np.ones((4, 3)), "0.bias": np.ones(4), "2.weight": np.ones((1
             {"weight": [1.0], "mean": [1.0]}, {}, "['mean']", "mean and scale", id="half-a-scaler"
         ),
         pytest.param(
-            {"weight": [1.0], "mean": [1.0], "scale": [0.0]}, {}, "must each have 1 values", "above 0",
-            id="a-zero-scale",
+            {"weight": [1.0], "mean": [1.0], "scale": [0.0]}, {}, "must each have 1 values",
+            "above 0", id="a-zero-scale",
         ),
         pytest.param(
-            {"weight": [1.0], "mean": [1.0, 2.0], "scale": [1.0, 1.0]}, {}, "must each have 1 values",
-            "mean and scale", id="a-wide-scaler",
+            {"weight": [1.0], "mean": [1.0, 2.0], "scale": [1.0, 1.0]}, {},
+            "must each have 1 values", "mean and scale", id="a-wide-scaler",
         ),
         pytest.param(
             {"weight": [1.0], "running_var": [1.0]}, {}, "['running_var']", "leave out", id="rest"
