@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, starmap
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -108,13 +108,14 @@ def rows_of(asked: Resolved, some: Resolved) -> dict[int, int]:
 
 
 def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) -> Compiled:
-    picks: dict[Pick, int] = {}
+    #: The index of each pick, by the pick's attributes.
+    picks: dict[tuple[Selector, Literal["edit", "deliver"], tuple[int, ...], str | None], int] = {}
 
     def pick(
         selector: Selector, use: Literal["edit", "deliver"], positions: tuple[int, ...] = (),
         after: str | None = None,
     ) -> int:  # fmt: skip
-        return picks.setdefault(Pick(selector, use, positions, after), len(picks))
+        return picks.setdefault((selector, use, positions, after), len(picks))
 
     rows = rows_of(asked, asked)
     #: The points of each pick and head. Many probes can share one bank.
@@ -139,7 +140,8 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
         edits += _compiled_edits(at, first, places, gates, made)
     check = sites.last_of_stream if asked.edits else None
     return Compiled(
-        tuple(picks), tuple((at, tuple(points), head) for (at, head), points in reads.items()),
+        tuple(starmap(Pick, picks)),
+        tuple((at, tuple(points), head) for (at, head), points in reads.items()),
         tuple(edits), check if check in here else None, rows, asked.banks_on_rows(),
         tuple(scored),
     )  # fmt: skip

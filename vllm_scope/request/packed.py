@@ -254,24 +254,26 @@ def _put_together(value: Any, kept: _Kept) -> Any:
     if type(value) is not list:
         return value
     number = value[0]
-    if number == _EDITS:
-        return tuple(edit for group in value[1:] for edit in _edits_of(group, kept))
-    if number == _PLAIN:
-        return tuple(value[1:])
+    # The most frequent markers are first.
     if number == _PLACE:
         return Place(value[1], value[2])
+    if number == _PLAIN:
+        return tuple(value[1:])
     if number == _ARRAY:
         return kept.arrays[value[1]]
     if number == _LAYERS:
         return kept.layers[value[1]]
     if number == _NUMBER:
         return kept.numbers[value[1]]
+    if number == _EDITS:
+        return tuple(edit for group in value[1:] for edit in _edits_of(group, kept))
     rest = [_put_together(one, kept) if type(one) is list else one for one in value[1:]]
     if number == _TUPLE:
         return tuple(rest)
-    found = object.__new__(_CLASSES[number])
+    cls = _CLASSES[number]
+    found = object.__new__(cls)
     found.__dict__.update(zip(_FIELDS[number], rest, strict=True))
-    if isinstance(found, _PLACED):
+    if cls in _PLACED:
         layers: Any = found.layers
         found.__dict__["layer"] = layers[0] if len(layers) == 1 else layers
     return found

@@ -99,9 +99,8 @@ class Place(NamedTuple):
 
     @property
     def boundary(self) -> int:
-        if self.site in KINDS:
-            return KINDS.index(self.site) * _SPAN + self.layer
-        return 2 * self.layer + _ON_STREAM[self.site]
+        first, step = _BOUNDARIES[self.site]
+        return first + step * self.layer
 
     @property
     def group(self) -> int:
@@ -113,8 +112,11 @@ class Place(NamedTuple):
         return point_of(self.boundary, self.group + (1 if phase == "after" else 0))
 
 
-#: The boundary at layer 0 of each site on the stream.
-_ON_STREAM = {"embed": 0, "resid_pre": 0, "resid_mid": 1, "resid_post": 2}
+#: For each site, its boundary at layer 0, and the difference between its boundaries at a layer and
+#: at the next layer.
+_BOUNDARIES = {"embed": (0, 2), "resid_pre": (0, 2), "resid_mid": (1, 2), "resid_post": (2, 2)} | {
+    kind: (number * _SPAN, 1) for number, kind in enumerate(KINDS) if number != STREAM
+}
 
 
 def place_at(boundary: int) -> Place:
