@@ -58,8 +58,10 @@ class Scope:
     """Records what the steps of a worker call, in order.
 
     Attributes:
-        reads: what `has_requests` returns.
+        reads: what `has_requests` returns, and the contrary of what `rests` returns.
     """
+
+    resting = False
 
     def __init__(self, reads: bool = True) -> None:
         self.happened: list[str] = []
@@ -70,6 +72,10 @@ class Scope:
 
     def has_requests(self) -> bool:
         return self.reads
+
+    def rests(self) -> bool:
+        self.resting = not self.reads
+        return self.resting
 
     def with_endings(self, output: object) -> object:
         return output
@@ -128,8 +134,20 @@ def test_the_launch_ends_with_an_error():
 
 def test_a_step_of_plain_requests_notes_no_launch():
     scope = Scope(reads=False)
-    _steps(scope).execute_model(_scheduled())
-    assert scope.happened == ["clear", "launch", "end"]
+    runner = _steps(scope)
+    runner.execute_model(_scheduled())
+    runner.sample_tokens()
+    assert scope.happened == ["launch", "sample"]
+
+
+def test_news_end_the_rest():
+    scope = Scope(reads=False)
+    runner = _steps(scope)
+    runner.execute_model(_scheduled())
+    scope.happened.clear()
+    runner.execute_model(_scheduled(StepNews(entrants={"a": Entrant(None, 0)})))
+    assert not scope.resting
+    assert scope.happened == ["add_requests", "clear", "launch", "end", "deliver_soon"]
 
 
 def test_the_last_blocks_of_ended_requests_are_kept_before_these_are_forgotten():

@@ -22,12 +22,19 @@ from typing import Any, TypeVar
 
 from vllm_scope.core.admission import Admission
 from vllm_scope.core.news import Entrant, StepNews, Told
+from vllm_scope.core.score_index import ScoreIndex
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.core import clearing, scores
 from vllm_scope.engine.core.entered import any_entered, entered
 from vllm_scope.engine.core.scores import fill_blocks, index_of, kept_of, new_index
-from vllm_scope.engine.core.variants import aborted, most_tokens, variants_of, with_variants
+from vllm_scope.engine.core.variants import (
+    aborted,
+    most_tokens,
+    stands_for_some,
+    variants_of,
+    with_variants,
+)
 from vllm_scope.engine.core.verdicts import has_due, take_due
 from vllm_scope.engine.model import sites_of, worker_is_here
 from vllm_scope.engine.seams import config_of
@@ -59,6 +66,9 @@ class _State:
         summing: ids of running requests with Moments.
         accepted: maps the id of an ended request with Moments to the request's number of tokens. An
             entry stays in this mapping until a step's news contains the entry.
+        resting: True from a step for which `_is_quiet` was True until a request with taps enters,
+            or `index` has news.
+        index: the scheduler's ScoreIndex, if `resting` is True.
     """
 
     told: Told
@@ -66,6 +76,8 @@ class _State:
     ended: dict[str, Ended] = field(default_factory=dict)
     summing: set[str] = field(default_factory=set)
     accepted: dict[str, int] = field(default_factory=dict)
+    resting: bool = False
+    index: ScoreIndex | None = None
 
 
 _states: Beside[_State] = Beside()
@@ -117,12 +129,13 @@ def _held_by(request: object) -> tuple[Held | None, int, Cost]:
 
 
 def _add_to_scheduler(original: Callable[..., object], self: Scheduler, request: Request) -> None:
-    variants = variants_of(self, request)
+    known, variants = entered(request), variants_of(self, request)
+    if known is not None or variants:
+        _state_of(self).resting = False
     if variants:
         for one in variants:
             self.add_request(one)
         return
-    known = entered(request)
     if self.connector is not None and known is not None:
         _take_nothing_from(self.connector)
     if known is not None and known.asked.scores_alone is not None:
@@ -209,7 +222,7 @@ def _schedule(
 ) -> SchedulerOutput:
     """Scheduler.schedule. Adds the step's news to the output as the attribute `scope_news`. vLLM
     sends the output to every worker."""
-    if _is_quiet(self):
+    if _rests(self):
         return original(self, *args, **kwargs)
     with _bounded(self):
         output = original(self, *args, **kwargs)
@@ -251,9 +264,28 @@ def _schedule(
     return output
 
 
+def is_resting(scheduler: Scheduler) -> bool:
+    """True if the last step had only requests without taps, and no request with taps has entered
+    since."""
+    state = _states.of(scheduler)
+    return state is not None and state.resting
+
+
+def _rests(scheduler: Scheduler) -> bool:
+    """The same as `_is_quiet`. While the scheduler rests, this function makes only one check."""
+    state = _states.of(scheduler) or _state_of(scheduler)
+    if not state.resting:
+        state.resting = _is_quiet(scheduler)
+        state.index = index_of(scheduler.kv_cache_manager)
+    elif state.index is not None and state.index.has_news:
+        # Plain requests can take KV blocks with stored scores.
+        state.resting = False
+    return state.resting
+
+
 def _is_quiet(scheduler: Scheduler) -> bool:
     """True if no request has taps, and the workers need no news of earlier requests."""
-    if any_entered():
+    if any_entered() or stands_for_some(scheduler):
         return False
     state, index = _states.of(scheduler), index_of(scheduler.kv_cache_manager)
     return not (

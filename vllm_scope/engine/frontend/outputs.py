@@ -149,6 +149,8 @@ def _step(original: Callable[..., list[RequestOutput]], self: LLMEngine) -> list
         pending = _waiting_for(waiting[0][0])
         if pending:
             _wait(pending[0], POLL_S)
+    if not (outputs or waiting):
+        return outputs
     connection = connections.of(self.output_processor)
     if connection is None:
         return outputs

@@ -105,6 +105,9 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
         if kwargs.get("dummy_run"):  # Model Runner V2 also calls `execute_model` for dummy steps
             return execute_model(scheduler_output, *args, **kwargs)
         news = news_in(scheduler_output)
+        if news is None and scope.rests():
+            return execute_model(scheduler_output, *args, **kwargs)
+        scope.resting = False
         if news is not None and news.zeroed:
             clearing.zero(runner, news.zeroed)
         if news is not None and news.accepted:
@@ -150,6 +153,8 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
     sample_tokens = runner.sample_tokens
 
     def sample(*args: object, **kwargs: object) -> object:
+        if scope.resting:
+            return sample_tokens(*args, **kwargs)
         try:
             output = sample_tokens(*args, **kwargs)
         finally:

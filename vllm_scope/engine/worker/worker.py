@@ -108,6 +108,9 @@ class ScopeWorker:
         #: Maps each request whose scores are stored for its KV blocks to its key and the digest of
         #: the probes.
         self._keeping: dict[str, tuple[int, bytes]] = {}
+        #: True if the running step, and all later steps until the next news, need nothing from this
+        #: object.
+        self.resting = False
 
     # Load
 
@@ -288,6 +291,19 @@ class ScopeWorker:
             return False
         delivery = self._delivery
         return delivery is None or not (delivery.watch.has_steps or delivery.store.has_missing)
+
+    def rests(self) -> bool:
+        """Set and return `resting`, before a step that has no news."""
+        if not self.resting:
+            self.resting = self._is_quiet
+            if self.resting and self.steps is not None:
+                self.steps.clear()
+        elif self._delivery is not None and self._delivery.store.has_missing:
+            # The drain thread could not store some scores.
+            self.resting = False
+        if self.resting and self.steps is not None:
+            self.steps.num_steps += 1
+        return self.resting
 
     def add_requests(self, new_requests: Sequence[NewRequestData], news: StepNews) -> None:
         """Plan the new requests that have taps.
