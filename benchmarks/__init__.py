@@ -1,4 +1,4 @@
-"""Benchmarks: speed, as a ratio to plain vLLM in the same run.
+"""Benchmarks, mostly of speed, and mostly as a ratio to another system in the same run.
 
 turns.py         modes that take turns, and the ratios of their figures
 throughput.py    starts the engines, takes turns between them, prints the table
@@ -19,7 +19,7 @@ http.py          a server's clients: throughput
 soak.py          a server's clients: half an hour of mixed load
 server.py        a server in a process of its own
 
-The environment's OUT is a folder for the logs of engines and servers.
+Other modules describe themselves. OUT in the environment names the folder of logs.
 """
 
 from __future__ import annotations

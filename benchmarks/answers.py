@@ -4,10 +4,10 @@
     python -m benchmarks.answers --layers 32 --tokens 64 --width 4096
 
 A server process answers with recorded rows. The server uses vLLM's response classes and all code of
-vllm-scope from the finished result to the socket. The client reads the answers without parsing
-them. The kinds of answers take turns. There are three figures. The first is the CPU time of the
-server process for a request. The second is the CPU time for one MB of rows: the difference to a
-plain request, in ms. The third is the longest time in which the event loop did not run other tasks.
+vllm-scope from the finished result to the socket. The client parses only the answers that name a
+file. The kinds of answers take turns. There are four figures: the CPU time of the server process
+for a request; the difference to a plain request's CPU time, divided by the MB of rows; the MB that
+the server sends; and the longest time in which the event loop did not run other tasks.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ KINDS: dict[str, tuple[str, dict[str, str], bool, dict[str, str]]] = {
     "binary, streamed": ("plain, streamed", BINARY, True, {"stream": "rows"}),
 }
 NUM_PROMPT = 16
-#: Tokens in one part of the rows. An engine delivers the rows of a few steps together.
+#: Number of tokens in one part of the rows. An engine delivers the rows of a few steps together.
 PART = 8
 
 
 def recorded(layers: int, tokens: int, width: int) -> Any:
-    """A function: number of tokens (None: all) -> the ScopeResult after them; bfloat16."""
+    """A function that returns the bfloat16 result after a number of tokens (None for all)."""
     import numpy as np
     import torch
 
@@ -175,7 +175,7 @@ def make_app() -> FastAPI:
 
 
 class Client:
-    """One connection. The client reads the answers, and does not parse them."""
+    """One connection to the server. `process` is the server's process."""
 
     def __init__(self, url: str, process: psutil.Process, shape: list[int]) -> None:
         self._connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=600)
@@ -193,7 +193,7 @@ class Client:
         return {"ms": 1e3 * cpu / count, "mb": size / count / 1e6, "late_ms": 1e3 * late}
 
     def ask(self, kind: str) -> int:
-        """Send a request, and return the number of bytes in the answer."""
+        """Send a request, and return the number of bytes in the answer and in its file."""
         _, headers, streams, options = KINDS[kind]
         asked = None if kind.startswith("plain") else options
         body = {"stream": streams, "options": asked, "shape": self._shape}

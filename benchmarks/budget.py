@@ -3,10 +3,11 @@
     python -m benchmarks.budget --shape 0.5b --gpu
 
 The engine and its front-end run in this process. The benchmark times the parts of vllm-scope that
-the worker's main thread calls. Parts within other parts are timed in another run, because timing a
-part takes about 3 microseconds. A figure is microseconds of a step, the median of a decode run: by
-the clock, and of CPU. The clock includes waits for Python's lock, which the front-end and the drain
-thread hold too. If the front-end is in another process, these waits are shorter.
+the worker's main thread calls in a step, and one part of the drain thread. Parts within other parts
+are timed in another run, because timing a part takes about 3 microseconds. A figure is the median
+of a part's calls in microseconds: by the clock, and of CPU. The clock includes waits for Python's
+lock, which the front-end and the drain thread hold too. If the front-end is in another process,
+these waits are shorter.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="of torch, outside of the engine")
     parser.add_argument("--dtype", help="float32 unless given; on a GPU bfloat16")
     parser.add_argument("--options", type=json.loads, default={}, help="more LLM arguments, JSON")
-    parser.add_argument("--layers", type=int, help="so many of the shape's")
+    parser.add_argument("--layers", type=int, help="the shape with this number of layers")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
     if importlib.util.find_spec("transformer_lens") is None:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.codecs
 
-The output is the table of docs/codecs.md. The rows are of every layer and every token of a few
-prompts, in bf16, from Hugging Face's model. No engine is needed.
+The output is the table of docs/codecs.md. The rows are `resid_pre` of every layer, at every token
+of NUM_PROMPTS prompts, in bf16, from Hugging Face's model. No engine is needed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def measure(codec: Codec, rows: Tensor) -> Loss:
 
 
 def toyworld_rows() -> Tensor:
-    """[num_rows, 256] bf16: every boundary of the residual stream, embedding included."""
+    """The rows of all layers and prompts, bf16 [num_rows, 256]."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from toyworld import world

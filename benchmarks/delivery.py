@@ -5,14 +5,14 @@
 
 A worker process has a ring, whose rows were written one time. The worker sends the messages of the
 drain: headers that name spans of the ring, as fast as the ring has room. The front-end is this
-process: a receiver, an inbox, buffers, results. The time of a batch is from the first header to the
-last complete result. As with `LLM.generate`, all results of a batch are in memory together. The
-results are dropped before the next batch. With `--kept N`, the last N batches stay in memory.
+process: a receiver, an inbox, buffers, results. The time of a batch is from the first opened buffer
+until the results are complete and dropped. As with `LLM.generate`, all results of a batch are in
+memory together. With `--kept N`, the last N batches of a line are kept, and older ones dropped.
 
 In the same turns, numpy copies as many bytes within this process, to touched memory and to new
 memory. numpy uses as many threads as the inbox has. A figure is the median of the turns with its
-95 % interval. The ratio is to the first line, turn by turn. CPU time is the time of all threads of
-this process.
+95 % interval. The ratio is a line's speed divided by the first line's speed, turn by turn. CPU time
+is the time of all threads of this process.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@
 Three programs write to the same file system, in one run, and all sync: `dd` (bs=16M
 conv=fdatasync); the writer of each layout alone, in turns with dd; and an engine that serves toy
 world and writes every layer of every token to sharded files. The writers get rows as from an
-engine: in blocks of one step, which are reused after the call. The figure is the median of the
-turns' ratios, because the speed of a shared machine's disk changes by more than the difference.
+engine: in blocks of one step, whose memory is used again after the call. The ratio of a writer to
+dd is the median of the turns' ratios, because the speed of a shared machine's disk changes more
+from turn to turn than the speeds of writers differ. The engine has no turns with dd.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def read_rows(folder: Path, shuffle: bool) -> float:
 
 
 def writers_alone(folder: Path, num_bytes: int, turns: int) -> float:
-    """Print speeds, ratios and file counts. Returns dd's median speed."""
+    """Print speeds, ratios and file counts. Returns dd's median speed, in bytes per second."""
     writers = {
         layout: open_writer(
             FileOptions.parse({"root": str(folder / layout), "layout": layout, "fsync": True})
@@ -128,7 +129,8 @@ def writers_alone(folder: Path, num_bytes: int, turns: int) -> float:
 
 
 def through_an_engine(folder: Path, dd: float) -> None:
-    """Serve toy world: every layer of every token to files, then to the caller, then no rows."""
+    """Serve toy world. Every layer of every token is written to files. In later runs of the same
+    turn, the caller gets these rows, or no rows are read."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM, SamplingParams
 
@@ -184,7 +186,7 @@ def through_an_engine(folder: Path, dd: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path(".bench"))
-    parser.add_argument("--gib", type=float, default=0.5, help="bytes per turn")
+    parser.add_argument("--gib", type=float, default=0.5, help="GiB of a writer in a turn")
     parser.add_argument("--turns", type=int, default=24)
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)

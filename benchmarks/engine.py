@@ -1,7 +1,7 @@
 """One engine in a process of its own; standard input and output carry lines of JSON.
 
-Input:  one object with LLM's arguments, then one per measurement (`Workload`).
-Output: after each, one line that starts with RESULT.
+Input:  one object with LLM's arguments, then one object for each measurement (`Workload`).
+Output: after each object, one line that starts with RESULT.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-#: Groups of prompts with the same beginning.
+#: The number of groups of prompts. Prompts of one group have the same beginning.
 GROUPS = 8
 
 
@@ -228,7 +228,7 @@ def measure(llm: Any, work: Workload) -> dict[str, Any]:
 def first_tokens(
     engine: Any, prompts: list[Any], params: list[Any], clients: int
 ) -> tuple[list[tuple[float, float]], list[Any]]:
-    """Let clients share requests. A client sends the next request after the previous one's end.
+    """Let clients share requests. A client sends its next request after its last one has ended.
 
     Returns:
         for each request, the times in seconds when it was sent and when its first token arrived;
@@ -278,7 +278,7 @@ def serve(
     load: Callable[[dict[str, Any]], Any], measure: Callable[[Any, Workload], dict[str, Any]]
 ) -> None:
     """Load the model of the first line. Then measure the workload of each further line."""
-    # vLLM logs to standard output, so logs go to standard error, and only results to this file.
+    # vLLM logs to standard output. File 1 therefore becomes standard error, and `out` has results.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

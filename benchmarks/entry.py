@@ -5,13 +5,13 @@
 
 The shape is 8B's: rows of 4096 numbers. The stages are vllm-scope's own functions and vLLM's
 encoder and decoder of messages, with the engine's arguments. The parts of vLLM between these stages
-are left out. All stages run on one thread, one stage of all requests after another. A figure is
-the median in microseconds: of a request, or of a step for all requests together.
+are left out. All stages run on one thread, and each stage is run for all requests before the next
+stage. A figure is the median in microseconds of one request, or of one step of several requests.
 
 The drain thread and the front-end's receiver thread run at the same time as the steps, as in an
-engine. After a step, this thread sleeps for `--step-ms`. The last table has CPU times for one
-request: of both threads, from its first row to its end, and of the thread that counts verdicts. The
-time of heads is left out, because on a GPU the device does this work.
+engine. After a step, this thread sleeps for `--step-ms`. The last table also has the CPU times of
+other threads for one request: of the drain and receiver threads from the first step on, and of the
+thread that counts verdicts. The drain thread's time leaves out heads, which a GPU would compute.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ MIDDLE = 16
 
 
 class Road:
-    """The processes of an engine without a model, all in this process.
+    """The front-end, EngineCore and the worker of an engine without a model, all in this process.
 
     Args:
         num_layers: number of layers of the monitor.
-        num_probes: number of named probes of each request, instead of the monitor; 0: the monitor.
-        most_rows: the most rows of a step.
+        num_probes: number of named probes of each request. If 0, requests have the monitor instead.
+        most_rows: the largest number of rows of a step.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class Road:
         return request, news
 
     def look_up(self, given: tuple[Any, Any]) -> None:
-        """Look up the prompt's blocks whose scores the workers hold, and blocks that it fills."""
+        """Find the prompt's blocks whose scores the workers hold. Record the prompt's blocks."""
         name, (_, found) = given[0].request_id, given
         hashes = [bytes([i]) * 32 for i in range(self.num_prompt // 16)]
         probes, token_bytes = found.asked.scores_alone, found.asked.score_bytes
@@ -261,7 +261,7 @@ class Road:
 
 
 def whole(given: tuple[Any, Any, Any]) -> None:
-    """Fail if the result is not complete. A caller may do this check."""
+    """Fail if the result is not complete. Callers of an engine can do the same check."""
     result = given[1].snapshot([7] * given[0].sampling_params.max_tokens, "length")
     assert result.status == "complete", result
 
@@ -272,7 +272,7 @@ def _thing(**fields: Any) -> Any:
 
 
 def timed(name: str, call: Callable[..., Any], given: Iterable[Any]) -> list[Any]:
-    """Call `call` for each item, and print the median time."""
+    """Call `call` for each item. Print the median time in microseconds, without the first call."""
     found, times = [], []
     for one in given:
         started = time.perf_counter()

@@ -3,12 +3,13 @@
     VLLM_ENABLE_V1_MULTIPROCESSING=0 python -m benchmarks.harvest  # vLLM in this process
     python -m benchmarks.harvest                                   # vLLM in processes of its own
 
-All modes have the same token ids and layers, in one run. The time of a model's start is left out. A
-loop keeps its rows in memory. The harvest writes shards, hashes and figures. One loop computes one
-document at a time. The other loop pads batches of documents, whose rows then differ in their last
-bits. Each loop is measured with one thread and with all threads, and the faster figure counts.
-Turns alternate, because the load of other programs changes. The loops have a process of their own,
-because vLLM binds the threads of the process in which it computes.
+All modes read the same layers, in one run. The time of a model's start is left out. The harvest
+computes all documents, and a loop computes only the first of these documents (LOOPED). A loop keeps
+its rows in memory. The harvest writes shards, hashes and figures. One loop computes one document at
+a time. The other loop pads batches of documents, whose rows then differ in their last bits. Each
+loop is measured with one thread and with all threads, and the faster figure counts. The modes take
+turns, because the load of other programs changes. The loops have a process of their own, because
+vLLM binds the threads of the process in which it computes.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from vllm_scope.harvests.contexts import Long
 TOYWORLD = Path(__file__).parent.parent / "toyworld" / "model"
 LAYERS = (2, 4)
 CONTEXT = 128
-#: The number of short documents that a loop computes in a turn, with each number of threads. A turn
-#: of a loop then takes as long as a turn of the harvest, so both see the same load of the machine.
+#: The number of documents that a loop computes in a turn with each number of threads. A loop with
+#: batches computes four times as many. If the documents are short, turns of a loop and of the
+#: harvest then take equally long, so both see the same load of the machine.
 LOOPED = 400
 #: Loop -> the number of documents that the loop computes in one forward.
 LOOPS = {"loop": 1, "loop, batches of 32": 32}
@@ -64,7 +66,7 @@ class Rate:
 
 
 def facts(tokenizer: Any, count: int) -> list[list[int]]:
-    """Token ids of the toy world's shortest facts, such as "The capital of Ritova is Rindos."."""
+    """Token ids of `count` facts of up to 9 tokens, such as "The capital of Ritova is Rindos."."""
     texts = [
         "".join(question) for held_out in (False, True) for question in fact_questions(held_out)
     ]
@@ -86,7 +88,7 @@ def process_of_loops() -> Iterator[Executor]:
 
 
 def loop(ids: Sequence[Sequence[int]], num_threads: int, batch: int = 1) -> Rate:
-    """Args: batch: documents in one forward. Shorter documents are padded at the end."""
+    """Compute documents with Hugging Face, `batch` in one forward. Shorter ones are padded."""
     model = huggingface()
     torch.set_num_threads(num_threads)
     rows = []
@@ -128,7 +130,7 @@ def compare(
     turns: int = 3,
     loops: Mapping[str, int] = LOOPS,
 ) -> list[Ratio]:
-    """Tokens per second of the harvest over those of each loop, turn by turn. Prints all rates.
+    """For each loop, the ratio of the harvest's tokens per second to the loop's. Prints all rates.
 
     Args:
         pool: the process of the loops (`process_of_loops`).

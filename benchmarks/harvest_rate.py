@@ -4,10 +4,10 @@
     python -m benchmarks.harvest_rate              # the toy model
     python -m benchmarks.harvest_rate --ready      # rows that are ready, without an engine
 
-All documents differ, and have 1,024 tokens (512 for the toy model). The modes take turns. The first
-turn has an eighth of the documents, and warms up. A ratio compares neighbouring turns, and has an
-interval. A harvest's time is from the call of `vllm_scope.harvest` until all shards and the
-manifest exist. The folder is deleted afterwards.
+With an engine, all documents differ, and have 1,024 tokens (512 for the toy model). The modes take
+turns. The first turn has an eighth of the documents, and warms up. A ratio compares two modes of
+the same turn, and is printed with a 95 % interval. A harvest's time is from the call of
+`vllm_scope.harvest` until all shards and the manifest exist. The folder is deleted afterwards.
 """
 
 from __future__ import annotations

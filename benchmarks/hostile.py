@@ -1,6 +1,6 @@
 """Hostile requests: expensive for a server that does not check the requests.
 
-Owns:  Hostile, and `hostile`, which makes them for a model.
+Owns:  Hostile, and `hostile`, which returns the functions that make these requests for a model.
 To:    soak, tests/server/test_neighbours.py.
 """
 
@@ -25,7 +25,7 @@ class Hostile:
 
     Attributes:
         statuses: HTTP statuses that are allowed in the answer.
-        alike: True if a server without the plugin can receive the same request.
+        alike: True if the same request is also sent to a server without the plugin.
     """
 
     content: bytes
@@ -45,7 +45,7 @@ def hostile(model: str, hidden_size: int, max_tokens: int) -> dict[str, Callable
 
     Args:
         model: the name of the served model.
-        max_tokens: the most tokens of a prompt.
+        max_tokens: the largest number of tokens that a prompt and its answer have together.
     """
 
     def body(more: dict[str, Any]) -> bytes:
@@ -59,8 +59,8 @@ def hostile(model: str, hidden_size: int, max_tokens: int) -> dict[str, Callable
         return f'{{"edits":[{{{common},"vector":[{vector}]}}]}}'
 
     def bit_masks(num_prompt: int) -> Hostile:
-        """Edit n is at the positions whose bit n is set, so that no two tokens have the same
-        edits."""
+        """Edit n is at the last position, and at the positions whose number has bit n set.
+        Therefore no two tokens have the same edits."""
         edits = [
             {"kind": "add", "site": "resid_post", "layers": [1],
              "vector": [1e-3 * (bit + 1)] * hidden_size,

@@ -1,9 +1,9 @@
 """Tokens per second over HTTP: the cost of a scope for the clients of one server, in turns.
 
 The same server serves plain requests and other kinds, one kind after another. If the machine's
-speed changes, it changes for all kinds. The clients have a process of their own. The clients read
-answers without parsing them, because with few cores the clients' work slows the server. The first
-turn warms up. The first turn's answers are parsed, and no row may be missing.
+speed changes, it changes for all kinds. The clients are in this process, and the server is in other
+processes. The first turn warms up. In this turn the clients check that no row is missing. In later
+turns they parse fewer answers, because with few cores the clients' work slows the server.
 
     python -m benchmarks.http                    # toy world on a CPU
     python -m benchmarks.http --gpu --shape 8b   # random weights on a GPU
@@ -34,7 +34,7 @@ from vllm_scope.request.media import BINARY
 
 @dataclass(frozen=True)
 class Load:
-    """`requests` requests by `clients` clients: `prompt` tokens each, `generate` generated."""
+    """`clients` clients send `requests` requests of `prompt` tokens, with `generate` new tokens."""
 
     name: str
     clients: int
@@ -48,8 +48,8 @@ CPU_WORK += [Load("prefill, 16 clients", 16, 48, 200, 1)]
 GPU_WORK = [Load("1 client", 1, 4, 128, 256), Load("64 clients", 64, 256, 128, 256)]
 GPU_WORK += [Load("256 clients", 256, 768, 128, 256), Load("prefill, 64 clients", 64, 256, 1024, 1)]
 
-#: kind -> (the plain kind to compare with, streams, reads, probes, more vllm_xargs). The clients of
-#: kinds with "binary" accept binary answers.
+#: kind -> (the plain kind to compare with, streams?, reads?, probes?, more vllm_xargs). The clients
+#: of kinds with "binary" accept binary answers.
 KINDS: dict[str, tuple[str, bool, bool, bool, dict[str, str]]] = {
     "plain": ("plain", False, False, False, {}),
     "1 layer": ("plain", False, True, False, {}),
@@ -88,7 +88,7 @@ class Clients:
         return {"vllm_xargs": scope(*actions) | more} if actions else {}
 
     async def run(self, kind: str, load: Load, check: bool) -> dict[str, float]:
-        """Tokens per second, bytes of answers per second, and CPU seconds."""
+        """Tokens per second, MB of answers per second, and CPU seconds of the server."""
         body = {"model": "model", "max_tokens": load.generate, "temperature": 0}
         body |= {"ignore_eos": True, "stream": KINDS[kind][1]} | self.spec(kind)
         accept = BINARY if "binary" in kind else "*/*"
@@ -171,7 +171,7 @@ def measure(
             row |= {name: statistics.median(a[name] for a in answers) for name in answers[0]}
             row |= {"ratio": ratio.median, "low": ratio.low, "high": ratio.high}
             cpu = [name for name in row if name.endswith("_cpu_s")]
-            for name in cpu:  # with one GPU, the worker runs in EngineCore's process
+            for name in cpu:  # the worker has 0 s if it is in EngineCore's process
                 row[f"{name}_ratio"] = row[name] / (statistics.median(t[name] for t in twins) or 1)
             rows.append(row)
             told = " ".join(f"{row[n]:6.2f} {row[f'{n}_ratio']:5.2f}" for n in cpu)

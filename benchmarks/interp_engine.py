@@ -3,7 +3,7 @@
 This module uses the lines of JSON of `benchmarks.engine`. `interp_engine` and the vLLM that it pins
 must be on the path. Points are declared when the engine starts: those of the option `declared`, or
 by default `resid_post` of all layers, to read and to write. A request is one call of
-`generate_steered`. Concurrent requests on one event loop share batches, as in its own benchmarks.
+`generate_steered`. As in interp-engine's benchmarks, concurrent requests of a loop share batches.
 
 Source: interp_engine 1.14.2, interp_engine/vllm_backend.py, VLLMModel.
 """
@@ -84,7 +84,7 @@ def _sampling(work: Workload) -> Any:
 
 
 def _steering(model: Any, work: Workload, number: int) -> Any:
-    """The vectors that are added for one request: `benchmarks.engine`'s, in the middle layer."""
+    """The same addition as in `benchmarks.engine`, in the middle layer; None without edits."""
     if work.edits is None:
         return None
     import torch
@@ -98,7 +98,7 @@ async def _keep(
     model: Any, work: Workload, prompts: list[list[int]], points: list[str], steering: list[Any]
 ) -> None:
     """Write rows to a file. Of the capturing methods, only `capture_generation` returns tokens.
-    This method ends at an end-of-text token."""
+    `capture_generation` ends an answer at an end-of-text token."""
     import torch
 
     answers = await _together(

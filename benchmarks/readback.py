@@ -2,10 +2,10 @@
 
     python -m benchmarks.readback
 
-Writes shards of random rows, and reads them one time. Then three modes take turns: a copy of 256
-MiB within memory that is used again, `iter_rows` shuffled, and RowDataset. With --cold, the shards
-are dropped from the page cache before each turn. Prints GB per second, and in brackets GB per
-second of CPU time.
+Writes shards of random rows. Then three modes take turns: a copy of 256 MiB within memory that is
+used again, `iter_rows` shuffled, and RowDataset. The first turn is not counted, because it fills
+the page cache. With --cold, the shards are dropped from the page cache before each mode of a turn.
+Prints GB per second, and in brackets GB per second of CPU time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COPIED_BYTES = 256 << 20
 
 
 def write(root: Path, num_bytes: int, width: int, dtype: torch.dtype, codec: str) -> int:
-    """Shards of random rows. Returns the number of rows."""
+    """Write shards of random rows. Returns the number of rows."""
     rows = torch.randn(LENGTH, width).to(dtype)
     count = num_bytes // rows.nbytes
     positions = torch.arange(LENGTH).numpy()
@@ -60,7 +60,7 @@ def copied() -> Callable[[], int]:
 
 
 def read(batches: Iterable[Tensor]) -> int:
-    """Read all batches, and return their bytes."""
+    """Read all batches, and return their number of bytes."""
     return sum(batch.nbytes for batch in batches)
 
 

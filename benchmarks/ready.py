@@ -3,7 +3,7 @@
 Runs:  in the process of `benchmarks.harvest_rate`; or in a process that `benchmarks.stream` starts
        in place of `vllm_scope.feeds.feeder`.
 
-With them, a benchmark measures the way from the engine to the batch or to the disk, and no model.
+With ready rows, a benchmark measures the way from the engine to a batch or the disk, and no model.
 """
 
 from __future__ import annotations

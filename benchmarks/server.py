@@ -1,6 +1,7 @@
 """A server in a process of its own.
 
-Owns:  Server (its processes' memory and CPU), `serving`, and `running`, which starts a server.
+Owns:  Server (memory and CPU of a server's processes), `serving` (starts `vllm serve`), and
+       `running` (starts the server of any command).
 """
 
 from __future__ import annotations
@@ -75,13 +76,13 @@ def running(
 
     Args:
         environment: variables in addition to this process's.
-        start_s, end_s: the most seconds until the server answers, and until it ends by itself.
+        start_s, end_s: the most seconds until the server answers, and from SIGTERM to its end.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     env = os.environ | environment
-    # The server makes its own value, as if a shell had started it.
+    # Without this variable, the server makes its own value, as if a shell had started the server.
     env.pop("VLLM_SCOPE_RUN", None)
     with log.open("wb") as file:
         process = subprocess.Popen(

@@ -42,7 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_shape(name: str, folder: Path, num_layers: int | None = None) -> Path:
-    """A folder for vLLM's `load_format="dummy"`. `num_layers` replaces the shape's number."""
+    """A folder for vLLM's `load_format="dummy"`. `num_layers` replaces the shape's own."""
     path = folder / name
     path.mkdir(parents=True, exist_ok=True)
     fewer = {} if num_layers is None else {"num_hidden_layers": num_layers}

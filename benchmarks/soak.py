@@ -5,15 +5,16 @@ Two servers run at the same time, one with the plugin and one without. The serve
 half a minute. If the machine's speed changes, it changes for both. In a turn, requests are sent at
 random times (a Poisson process, independent of the answers). Times and prompts are the same for
 both servers. 65 % of the requests are plain. 30 % read, score, edit by a module's name, stream,
-fetch files, or disconnect before the end. 5 % are hostile (benchmarks/hostile.py), and must be
-refused. Half of the prompts begin with text that is in the prefix cache. Two monitors score every
-request, and their weights change twice in a turn. On the server without the plugin, requests have
-no scope, and hostile requests have the same bytes. Latencies are of plain requests only.
+fetch files, or disconnect before the end. 5 % are hostile (benchmarks/hostile.py), and must get one
+of the statuses that are allowed there. Half of the prompts begin with text that is in the prefix
+cache. Two monitors score every request, and their weights change twice in a turn. On the server
+without the plugin, the other requests have no scope, and only some hostile requests are sent
+(`Hostile.alike`), with the same bytes. Latencies are of plain requests only.
 
     make soak                                      # 30 minutes
     python -m benchmarks.soak --minutes 2 --turn 15
 
-If a result was lost, a resource was not freed, or memory grew, the exit status is 1.
+If a result was lost, a resource was not freed, or memory grew by MOST_GROWTH, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ KINDS = {
     "plain": 26, "read": 2, "file": 1, "probe": 2, "edit": 1, "stream": 2,
     "stream of rows": 2, "leaves": 1, "leaves a stream": 1, "hostile": 2,
 }  # fmt: skip
-#: The most growth of memory, from the second quarter of the time to the last quarter.
+#: The limit of memory's growth from the second quarter of the time to the last, as a fraction.
 MOST_GROWTH = 0.02
 SAMPLE_S = 2.0
 MODEL_LENGTH = 512
-#: The tokens of a KV block, and of the text with which half of the prompts begin.
+#: The numbers of tokens of a KV block, and of the text with which half of the prompts begin.
 BLOCK, BEGINNING = 32, 96
 
 
@@ -102,7 +103,7 @@ class Requests:
                 await self._answer(self._body(kind, prompt, generate))
                 self._side.latencies[-1].append(time.perf_counter() - started)
             elif kind == "hostile":
-                # One request after another, so that all are sent over several turns.
+                # The next request of the list each time, so that all are sent over several turns.
                 await self._harm(self._hostile[self._side.seen[kind] % len(self._hostile)])
             elif "leaves" in kind:
                 await self._leave(self._body(kind, prompt, 300), kind)
@@ -308,7 +309,7 @@ def told(sides: list[Side]) -> None:
 
 
 def interval(sides: list[Side], q: float) -> tuple[float, float, float]:
-    """The ratio of a quantile, with to without the plugin, and its 95 % interval (bootstrap)."""
+    """A quantile with the plugin divided by the quantile without it, and the 95 % interval."""
     with_, without = ([np.asarray(t) for t in side.latencies] for side in sides)
     rng = np.random.default_rng(0)
     found = []

@@ -6,9 +6,10 @@
 The first part measures rows per second of an engine. All modes have the same documents of toy
 world, layers and engine options. One mode runs after another. The time of the engine's start is
 left out. The loop computes 64 prompts at a time and joins their rows to batches. The feed mixes the
-rows. The rate of a feed begins after its first batch, when half of the buffer has been filled.
+rows. The time of each mode begins after its first batch. In a feed, half of the buffer has then
+been filled.
 
-The second part measures GB per second of ready rows (`benchmarks.ready`: 4096 bf16 values), in
+The second part measures GB per second of ready rows (`benchmarks.ready`, 4096 bf16 values each), in
 turns with a copy within memory that is used again.
 """
 
@@ -36,7 +37,7 @@ BATCH, TOGETHER = 1024, 64
 
 
 def loop(llm: Any, ids: list[list[int]]) -> Iterator[Tensor]:
-    """Batches of rows of the first layer, in order."""
+    """Batches of BATCH rows of the first layer, in order. Rows left at the end are dropped."""
     from vllm import SamplingParams
 
     params = SamplingParams(

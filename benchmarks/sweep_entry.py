@@ -1,12 +1,12 @@
-"""The host's time for a cell of a sweep, up to the worker, stage by stage, without a model.
+"""The host's time for a cell of a sweep, from the front-end to the worker, without a model.
 
     python -m benchmarks.sweep_entry            # the worker is in EngineCore's process
     python -m benchmarks.sweep_entry --apart    # the worker is in another process: pickled news
 
-The shape is 8B's: rows of 4096 numbers, 32 layers, a prompt of 24 tokens. A step has 64 cells. The
+The shape is 8B's: rows of 4096 numbers, 32 layers. The prompt has 24 tokens, a step 64 cells. The
 stages are vllm-scope's own functions and vLLM's encoder and decoder of messages, as in
 benchmarks.entry. All stages run on one thread. A figure is microseconds of CPU for a cell: the
-median and the mean. The mean includes Python's garbage collections. Earlier objects are frozen.
+median and the mean. The mean includes Python's garbage collections, which skip earlier objects.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Timed:
 
 
 class Numbers:
-    """A tokenizer whose texts are token ids."""
+    """A tokenizer for prompts of token ids. It encodes no text, and decodes all ids as ""."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         raise NotImplementedError
@@ -60,7 +60,7 @@ class Numbers:
 
 
 class Cells:
-    """The cells of one sweep, on the processes of an engine without a model, in this process."""
+    """The cells of one sweep, and the engine without a model that gets them, in this process."""
 
     def __init__(self, road: Road, timed: Timed, apart: bool) -> None:
         from vllm_scope import LogitDifference, Sweep
@@ -121,7 +121,7 @@ class Cells:
         return [timed("EngineCore: entered", enter, ticket) for ticket in tickets]
 
     def step(self, num: int) -> int:
-        """Send `num` cells through one step. Returns the bytes of the last message."""
+        """Send `num` cells through one step. Returns the number of bytes of the last message."""
         timed, road, each = self.timed, self.road, CELLS_TOGETHER
         messages = [self.opened(each) for _ in range(num // each)]
         entered = [one for message in messages for one in self.entered(message)]

@@ -1,11 +1,12 @@
 """CPU time of an engine's processes for a cell of a sweep, compared with a plain request.
 
     python -m benchmarks.sweeps              # CPU of the front-end and of the engine's processes
-    python -m benchmarks.sweeps --profile F  # one process for all; writes its profile to F
+    python -m benchmarks.sweeps --profile F  # one process; writes F.plain.txt and F.sweep.txt
 
-The toy world, 20 prompts of 12 tokens, 6 layers: 1,440 cells. A plain request has the same prompt
-and returns the same log-probabilities. Sweeps and plain requests take turns. The first turn warms
-up. The figures are CPU seconds, because other programs disturb CPU time less than the clock.
+The toy world, 20 prompts of 12 tokens, 6 layers: 1,440 cells. Plain requests have 20 other prompts
+of 12 tokens, each 72 times, and return log-probabilities of the same tokens. Sweeps and plain
+requests take turns. The first turn warms up. The figures are milliseconds by the clock, and of CPU.
+Other programs disturb the CPU time less than the clock.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def measured(call: Callable[[], int], turns: int) -> list[tuple[float, float, fl
 
 
 def calls(llm: Any) -> dict[str, Callable[[], int]]:
-    """Kind -> a function that sends requests and returns their number."""
+    """Kind -> a function that computes plain requests or cells, and returns their number."""
     from vllm import SamplingParams
 
     from vllm_scope import LogitDifference, Sweep, sweep

@@ -2,9 +2,9 @@
 
 Owns:  Engine (a child process that gets lines of JSON), and the start of each system.
 
-Systems other than vLLM have folders of their own, which come first on the system's path. The
-environment names the folders. VLLM_LENS_PATH has vllm-lens. INTERP_ENGINE_PATH has interp-engine
-and its vLLM:
+vllm-lens and interp-engine are in folders of their own, which come first on the system's path. The
+environment variable VLLM_LENS_PATH names the folder of vllm-lens. INTERP_ENGINE_PATH names the
+folder of interp-engine and its vLLM, which one of these commands makes:
 
     make .venv/interp-engine/.ready    # of requirements/interp-engine.txt, with vLLM's CPU build
     pip install --no-deps --target FOLDER vllm==0.28.0 interp_engine==1.14.2 accelerate==1.15.0
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-#: If an engine has not answered after this many seconds, it is killed.
+#: An engine that has started is killed if it has not answered a line after this many seconds.
 MOST_SECONDS = 150.0
 #: Engines that are compared with plain vLLM. The engines of a group run at the same time.
 BESIDE = (["scope", "eager"], ["lens", "huggingface"], ["interp-plain", "interp"], ["interp-one"])
@@ -59,7 +59,7 @@ class Engine:
         return float(self._answer()["start_seconds"])
 
     def ask(self, line: str) -> dict[str, Any]:
-        """Raises RuntimeError if the engine has ended, or if it was killed after no answer."""
+        """The answer to a line. Raises RuntimeError if the engine has ended or was killed."""
         assert self.start_seconds
         end = threading.Timer(MOST_SECONDS, self._kill)
         end.start()
@@ -72,7 +72,7 @@ class Engine:
             end.cancel()
 
     def again(self) -> Engine:
-        """A new engine that replaces an ended engine."""
+        """Kill this engine, if it still runs, and start an engine in its place."""
         self._kill()
         self._process.wait()
         return self._again()

@@ -3,7 +3,7 @@
     python -m benchmarks.taps
 
 One graph has one tap for each of 33 boundaries. CUDA events measure the time of one replay: the
-total, and the total divided by the taps. No model runs between the taps, so the time is the taps'
+total, and the total divided by 33. No model runs between the taps, so the time is the taps'
 own time. Read rows go to the arena or directly to the host.
 """
 

@@ -1,8 +1,8 @@
 """Tokens per second: plain vLLM, the plugin idle, and reading, in one run.
 
-Both engines run at the same time and take turns. If the machine's speed changes, it changes for
-both. A speed is the median of the turns. A ratio compares a turn with plain vLLM's turn next to it.
-The table has the median of the ratios and its 95 % interval.
+The engines are loaded at the same time, and compute in turns. If the machine's speed changes, it
+changes for all. A speed is the median of the turns. A ratio divides the speed of a turn by plain
+vLLM's speed in the same turn. The table has the median of the ratios and its 95 % interval.
 
     python -m benchmarks.throughput                    # toy world on a CPU
     python -m benchmarks.throughput --shape 8b --gpu   # random weights on a GPU
@@ -60,7 +60,7 @@ def modes_of(
     """The rows of the table for which engines exist.
 
     Args:
-        saes: layers that have an SAE.
+        saes: number of layers that have an SAE.
         lens: number of layers to which a LensTopK is applied, the last layer included.
         sums: True: one row of the table has the sums of all layers.
     """
@@ -106,7 +106,7 @@ def run(
     engines: dict[str, Engine], work: list[Workload], modes: Modes, turns: int,
     reference: Reference | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The rows of the table. With a reference, a row has the error of the rows that were read."""
+    """The lines of the table. With a reference, a line has the error of the rows that were read."""
     rows = []
     salt = 0
     dead: set[str] = set()
@@ -116,7 +116,7 @@ def run(
             for mode in order(modes, turn):
                 engine, change = modes[mode]
                 if (turn > 1 and engine in SLOW) or mode in dead:
-                    continue  # such an engine is much slower, so one turn is enough
+                    continue  # a slow engine has one turn, a failed mode no further turn
                 salt += 1
                 try:
                     answer = engines[engine].ask(encode(replace(base, salt=salt, **change)))
@@ -143,7 +143,8 @@ def error_of(
     base: Workload,
     reference: Reference,
 ) -> dict[str, Any]:
-    """The error of a mode's rows. If the mode only adds vectors, all layers are read."""
+    """The error of a mode's rows; {} if the mode has gates, or neither reads nor edits. If the mode
+    only adds vectors, all layers are read."""
     name, change = mode
     if not change.keys() & {"layers", "edits"} or change.get("edits") == "gated":
         return {}
@@ -155,7 +156,7 @@ def error_of(
 
 
 def figures(answers: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
-    """Figures of a mode, with plain vLLM's first turns if the mode has fewer turns."""
+    """Figures of a mode, compared with the same number of plain vLLM's first turns."""
     speeds = [a["tokens"] / a["seconds"] for a in answers]
     ratio = ratio_of(speeds, [a["tokens"] / a["seconds"] for a in plain[: len(answers)]])
     found = {"tokens_per_s": statistics.median(speeds), "turns": len(answers)}
@@ -210,7 +211,7 @@ def main() -> None:
             options["load_format"] = "dummy"
             make_tokenizer(model)  # interp-engine needs a tokenizer
         if args.gpu:
-            # Three engines run at the same time.
+            # Up to three engines are loaded at the same time.
             options.setdefault("gpu_memory_utilization", 0.28)
         logs = Path(os.environ.get("OUT", folder))
         config = config_of(options)

@@ -47,7 +47,7 @@ class Reference:
         return found
 
     def _added(self, work: Workload, number: int) -> Tensor | None:
-        """The vector that is added to one request's stream in the middle layer."""
+        """The vector that is added to one request's stream in the middle layer, or None."""
         if work.edits is None:
             return None
         size = self._model.config.hidden_size

@@ -6,8 +6,8 @@ To:    demo-output/causal-map.png and causal-map.html; a figure on the terminal.
 
 Each cell replaces one row of a question about one country, at one layer and token. The new row is
 the same row of the same question about another country. The map shows which replacements change the
-answer to the other country's capital. Before layers 0 and 1, it is the replacement at the country's
-token. Before later layers, it is the replacement at the last token.
+answer to the other country's capital. Before layers 0 and 1, these are the replacements at the
+country's token. Before later layers, these are the replacements at the last token.
 """
 
 from pathlib import Path
@@ -33,7 +33,7 @@ NUM_PAIRS: Final = 20
 def pairs(
     tokenizer: "PreTrainedTokenizerBase", num: int = NUM_PAIRS
 ) -> list[tuple[world.Country, world.Country]]:
-    """Pairs of countries whose capitals begin with different tokens."""
+    """At most `num` pairs of countries whose capitals begin with different tokens."""
     countries = world.world().countries
     first = {c.name: tokenizer.encode(f" {c.capital}")[1] for c in countries}
     found = zip(countries, countries[1:] + countries[:1], strict=True)
@@ -50,7 +50,8 @@ def causal_map(llm: "LLM", num: int = NUM_PAIRS) -> SweepTable:
 
 
 def write_figure(path: Path, table: SweepTable) -> None:
-    """Draw the mean over the prompts: 0 is the own capital, 1 is the other country's capital."""
+    """Draw the mean over the prompts. 0 is the value without a replacement, and 1 is the value of
+    the question about the other country."""
     picture = table.normalised().picture()
     words = ["country" if " " not in name else name.split(" ", 1)[1] for name in picture.columns]
     with mpl.rc_context(STYLE):

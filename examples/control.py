@@ -1,4 +1,4 @@
-"""A gated edit that turns lies into truths, and does not change the tokens of honest speakers.
+"""A gated edit that turns most lies into truths, and seldom changes tokens of honest speakers.
 
 Runs:  `make control`, or `python -m examples.control`.
 From:  toyworld: speakers of three statements, all true or all false.
@@ -7,9 +7,10 @@ To:    demo-output/control.png; figures on the terminal.
 The model continues `Mira says` with a fourth statement. If the first three statements are false,
 the fourth is false too. The last word of a statement is its answer. A probe distinguishes two kinds
 of rows: rows of lying speakers that predict the answer, and all rows of honest speakers. The probe
-is the gate of an edit. The edit adds the difference of the two kinds of speakers, at the same
-place. Probe and edit are fitted to true fourth statements of training speakers. Place, scale and
-threshold are chosen on other training speakers. Test speakers talk about other countries.
+is the gate of an edit at the same place. The edit adds the mean of honest speakers' rows minus the
+mean of lying speakers' rows, both over rows that predict the answer. Probe and edit are fitted to
+prompts of training speakers whose fourth statements are true. Place, scale and threshold are chosen
+on other training speakers. Test speakers talk about other countries.
 """
 
 import random
@@ -54,7 +55,7 @@ class Speaker:
 
 
 def speakers(n: int, part: Split) -> list[Speaker]:
-    """Half of the speakers lie. The fourth statements are true, and name countries of `part`."""
+    """`n` speakers. Half of them lie. The fourth statements are true, with countries of `part`."""
     countries = world().countries[0 if part == "train" else 1 :: 2]
     phrasings = [each for each in PHRASINGS if each.is_statement and not each.held_out]
     rng, found = random.Random(f"control/{part}"), []
@@ -114,7 +115,7 @@ def start_engine() -> "LLM":
 def speak(
     llm: "LLM", asked: Sequence[Speaker], *actions: Action, given: Sequence[str] | None = None
 ) -> list[Said]:
-    """The likeliest answers. `given`: a part of each fourth statement; None: no part is given."""
+    """Greedy answers. `given`: the part of each fourth statement that is in the prompt, or None."""
     from vllm import SamplingParams
 
     extra = scope(*actions) if actions else None
@@ -142,9 +143,10 @@ class Control:
     """An edit, and its gate at the same place.
 
     Attributes:
-        probe: fitted to rows that predict a lying speaker's answer.
-        direction: [hidden_size], from the mean of these rows to the mean of honest speakers' rows.
-        threshold: threshold of the probe's score.
+        probe: separates lying speakers' rows that predict the answer from all honest rows.
+        direction: [hidden_size], from the mean of lying speakers' rows that predict the answer to
+            the mean of honest speakers' rows that predict the answer.
+        threshold: the gate is open if the probe's score is above this number.
     """
 
     probe: LinearProbe
@@ -236,7 +238,7 @@ Compared = dict[Control, Outcome]
 def compare(
     llm: "LLM", controls: Sequence[Control], held_out: Sequence[Speaker], *, gated: bool
 ) -> Compared:
-    """The outcome of each edit at each scale, on held-out speakers with a begun statement."""
+    """The outcome of each edit at each scale. Each prompt has a true statement up to the answer."""
     given = [each.begun for each in held_out]
     plain = speak(llm, held_out, given=given)
     scaled = [replace(control, scale=scale) for control in controls for scale in SCALES]
@@ -246,7 +248,7 @@ def compare(
 
 
 def best_of(compared: Compared) -> Control:
-    """The control with the largest sum of true statements and of honest speakers kept."""
+    """The control with the most true statements plus honest speakers whose tokens are the same."""
     return max(compared, key=lambda c: compared[c].turned + compared[c].honest + compared[c].kept)
 
 

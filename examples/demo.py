@@ -4,9 +4,9 @@ Runs:  `make demo`, or `python -m examples.demo`. On two CPU cores it takes unde
 From:  toyworld (a small trained model, labelled prompts).
 To:    demo-output/: auroc.png, tokens.html and steering.png; two tables on the terminal.
 
-One `generate` call does all reading. Each prompt of the batch has its own reads. Prompts for
-fitting and measuring probes return the rows of the prompt. Prompts for the page also return the
-rows of the generated tokens. The same engine then runs the experiments of steering.py.
+One `generate` call does all reading. Each prompt of the batch has its own reads. To fit and measure
+probes, the call reads only the rows of the prompt's tokens. For the page, the call also reads the
+rows of generated tokens. The same engine then runs the experiments of steering.py.
 """
 
 import os
@@ -111,7 +111,8 @@ def main() -> None:
 def set_environment() -> None:
     """Set defaults for this process and the engine's: no downloads, and few messages.
 
-    Torch and vLLM read these variables at import, so this module does not import them before.
+    vLLM reads its variables at import, so this module imports vLLM only in functions. This process
+    has already imported torch. Torch's variables act only in processes that import torch later.
     """
     warnings.simplefilter("ignore")
     defaults = {
@@ -241,29 +242,31 @@ def print_aurocs(probes: Probes) -> None:
 # --- Page --------------------------------------------------------------------
 
 INTRO: Final = (
-    "A small language model reads a text and goes on with it. Each token is coloured by what a "
-    "linear probe makes of the residual stream there: the row that vLLM computed while it "
-    "processed that token, read by vllm-scope. Underlined tokens were generated. The strip "
-    "under a text shows all layers at once, the last on top; its bar is where the prompt ends.",
-    f"Each probe was fitted at every token of {NUM_TRAIN} other prompts, all labelled as their "
-    "prompt. No subject of their reviews and no country of their speeches recurs in the prompts "
-    "here. Grey is undecided: such tokens tell the probe nothing. Point at a token, or focus a "
-    "text and use the arrow keys, for its position and its probability.",
+    "A small language model continues a text. The colour of each token is the probability that a "
+    "linear probe computes from the token's row of the residual stream. vLLM computed this row "
+    "while it processed the token, and vllm-scope read the row. Underlined tokens were generated. "
+    "The strip under a text shows all layers, with the last layer on top. The bar in the strip is "
+    "at the end of the prompt.",
+    f"Each probe was fitted at every token of {NUM_TRAIN} other prompts. Each token had the label "
+    "of its prompt. The subjects of those reviews and the countries of those speeches are not in "
+    "the prompts of this page. Grey means a probability near one half. To see a token's position "
+    "and probability, point at the token, or focus a text and use the arrow keys.",
 )
 CAPTIONS: Final = {
-    "sentiment": "Words of opinion are coloured after a layer or two, and the full stop sums "
-    "their sentence up. The stop of a neutral sentence still holds the sentiment of the ones "
-    "before; the opinion that the model writes next follows it. Pale colours before the first "
-    "opinion are noise.",
-    "lying": "Each speaker lies always or never. A false answer is coloured where it stands. "
-    "That the speaker is a liar shows at every colon after the first statement, where the model "
-    "has to choose between a true and a false one. At closing quotes it appears at the third, "
-    "which ends the prompt, and stays from there: no text that the model learned from ends "
-    "sooner or has a verdict on the speaker follow sooner, so it is of no use there before.",
+    "sentiment": "Words of opinion are coloured after one or two layers. The full stop of a "
+    "sentence has the sentiment of the sentence. The full stop of a neutral sentence has the "
+    "sentiment of the earlier sentences, and the model then writes an opinion with this "
+    "sentiment. Pale colours before the first opinion are noise.",
+    "lying": "Each speaker lies always or never. The tokens of a false answer are coloured. At "
+    "each colon after the first statement, the colour shows whether the speaker lies, because the "
+    "model must then choose between a true and a false statement. At closing quotes, the colour "
+    "shows this only from the third statement on. In the model's training texts, a speaker has at "
+    "least three statements, and a verdict on the speaker comes only after these statements. "
+    "Therefore an earlier closing quote does not need this information.",
 }
 PLACES_CAPTION: Final = (
-    f"AUROC of the same probes on {NUM_TEST} held-out prompts, at one token of each. 0.5 is "
-    "chance: before the first statement there is nothing to know."
+    f"AUROC of the same probes at one token of each of {NUM_TEST} held-out prompts. Random scores "
+    "give 0.5. Before the first statement, the text does not show whether the speaker lies."
 )
 
 
@@ -309,7 +312,8 @@ def example_of(concept: Concept, probes: Sequence[LayerProbe], reading: Reading)
 
 
 def places_in_speech(probes: Sequence[LayerProbe], readings: Sequence[Reading]) -> Places:
-    """The AUROC at the colon before each of a speaker's three statements, and at its end."""
+    """The AUROC at the colon before each of a speaker's three statements, and at the closing quote
+    of each statement."""
     auroc = {}
     for nth, ordinal in enumerate(("first", "second", "third")):
         for token, name in ((":", "colon"), ('."', "closing quote")):

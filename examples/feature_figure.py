@@ -1,4 +1,4 @@
-"""The figure of features: how often and how strongly features are active, and some in context.
+"""The figure of features: how often and how strongly they are active, and tokens in context.
 
 From:  features.py, which has the table.   To: a PNG file.
 """
@@ -16,9 +16,10 @@ from matplotlib.patches import Rectangle
 from examples.figure import MARKS, STYLE
 from vllm_scope.saes.max_activating import MaxActivating, Strong
 
-#: The numbers of named features, of other features, and of tokens for each feature, in context.
+#: How many named features, how many other features, and how many tokens of each are shown.
 NUM_NAMED, NUM_OTHER, NUM_TOKENS = 5, 3, 2
-#: A character of the context is this wide, in points: 11 pixels of the file.
+#: The size of the font in points, the file's pixels per inch, and the width of a character of this
+#: font in points, which is 11 pixels.
 _SIZE: Final = 8.5
 _DPI: Final = 150
 _CHARACTER: Final = 11 * 72 / _DPI
@@ -100,7 +101,8 @@ def _write_tokens(
 
 
 def _that_fit(sizes: list[int], at: int, room: int) -> tuple[int, int]:
-    """The range of tokens around `at` that fits. The part before `at` has twice the size."""
+    """The largest range of tokens around `at` with at most `room` characters. If there are enough
+    tokens, the part before `at` has about twice as many characters as the part after `at`."""
     first, last = at, at + 1
     while True:
         before = sum(sizes[first:at]) <= 2 * sum(sizes[at + 1 : last])

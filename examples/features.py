@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 NUM_DOCUMENTS: Final = 4_000
-#: No token of these documents has more active features.
+#: No token of these documents has more than this number of active features.
 TOP_K: Final = 64
 #: The number of strongest tokens that are compared with the country's name.
 MOST: Final = 5
@@ -43,7 +43,7 @@ INTRO: Final = (
 
 
 def start_engine(folder: Path) -> "LLM":
-    """An engine with the SAE, and with the tables of its features in a folder."""
+    """An engine with the SAE, whose sink writes the table of the SAE's features to `folder`."""
     from vllm import LLM
 
     options = {
@@ -80,7 +80,7 @@ def named_features() -> dict[int, str]:
 def shares(
     table: MaxActivating, names: Mapping[int, str], decode: Callable[[int], str]
 ) -> dict[str, float]:
-    """Country -> the share of its feature's MOST strongest tokens that are the country's name."""
+    """Country -> the share of its feature's strongest tokens (`MOST` of them) that are its name."""
     found = {}
     for index, name in names.items():
         tokens = [decode(int(one.tokens[one.at])).strip() for one in table.top(index)[:MOST]]

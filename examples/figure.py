@@ -14,7 +14,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 
-# Not pyplot, because pyplot needs a display.
+# Not pyplot, because pyplot keeps each figure until the figure is closed.
 from matplotlib.figure import Figure
 
 from examples.probes import LayerProbe
@@ -29,8 +29,9 @@ class Mark:
     size: int
 
 
-# Two curves meet at 1. The larger mark is drawn first, so that it is visible around the smaller.
-# The colours are two of Okabe and Ito's, and differ for every kind of colour vision.
+# The curves of two concepts meet at the AUROC 1. The larger mark is drawn first, so that it is
+# visible around the smaller mark. The colours are two of Okabe and Ito's colours, which people with
+# every kind of colour vision can distinguish.
 MARKS: Final = (Mark("#0072b2", "o", 10), Mark("#d55e00", "s", 5))
 
 STYLE: Final = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
@@ -182,11 +183,12 @@ def write_monitor_page(path: Path, strips: Mapping[str, Sequence[TokenStrip]]) -
 
 @dataclass(frozen=True)
 class Gated:
-    """Speakers of one kind, row by row: the prompt's last token, then the generated tokens.
+    """The gate at the rows of one kind of speakers, in the order of tokens. The first row is that
+    of the prompt's last token. The other rows are those of generated tokens.
 
     Attributes:
-        scores: for each speaker, float32 [num_rows]: the gate's score without an edit.
-        opened: for each speaker, bool [num_rows]: whether the gate was open, with the edit.
+        scores: for each speaker, float32 [num_rows]: the probe's score in the run without an edit.
+        opened: for each speaker, bool [num_rows]: whether the gate was open in the gated run.
     """
 
     scores: Sequence[np.ndarray]
@@ -205,7 +207,7 @@ def write_control_figure(
     Args:
         kinds: honest and lying speakers.
         tokens: names of the rows.
-        said: heading -> (the edit, the statement).
+        said: heading -> pairs of an edit's name and a statement.
     """
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8, 7.2), layout="constrained")

@@ -1,4 +1,4 @@
-"""A monitor that flags a lying speaker when the lie begins, and ends the answer.
+"""A monitor that flags a lying speaker when the lie begins, or ends the answer.
 
 Runs:  `make monitor`, or `python -m examples.monitor`.
 From:  toyworld: speakers of three statements, all true or all false.
@@ -42,7 +42,8 @@ THIRD: Final = len(BEFORE) + 2
 @dataclass(frozen=True)
 class Said:
     """One speaker's answer. `lying`: the speaker's first three statements are false. `false`: the
-    fourth statement is false; None: incomplete, or no fact. `end`: its tokens are before `end`."""
+    fourth statement is false; None: it is incomplete, or states no fact. `end`: the index after the
+    last token of the fourth statement that has a value; 0 if the statement is incomplete."""
 
     output: "RequestOutput"
     tokens: list[str]
@@ -51,7 +52,7 @@ class Said:
     end: int
 
     def values(self, monitor: str = "lie") -> np.ndarray:
-        """float32 [num_generated - 1]: a monitor's value at each generated token."""
+        """float32 [num_generated - 1]: the values at all generated tokens except the last."""
         name, found = f"monitor/{monitor}", self.output.scope
         return (found.aggregates if name in found.aggregates else found.scores)[name].numpy()
 
@@ -112,7 +113,7 @@ def choose(llm: "LLM", prompts: list[Prompt]) -> tuple[dict[str, Any], dict[str,
     truth = [each.false for each in heard]
     third = {name: auroc_at_third(heard, name) for name in candidates}
     highest = {name: [each.values(name).max() for each in heard] for name in candidates}
-    # The sum, because a verdict depends on the highest value of an answer.
+    # The AUROC of the highest values is added, because a verdict depends on the highest value.
     best = max(third, key=lambda n: third[n] + roc_auc_score(truth, highest[n]))
     wrong, right, values = roc_curve(truth, highest[best], drop_intermediate=False)
     cut = np.argmax(right - wrong)
@@ -126,7 +127,7 @@ def auroc_at_third(spoken: list[Said], monitor: str = "lie") -> float:
 
 
 def strips_of(spoken: list[Said], action: str, threshold: float) -> dict[str, list[TokenStrip]]:
-    """Heading -> the first speakers of a kind."""
+    """Heading -> the answers of the first speakers of one kind."""
     kinds = {
         "Lying": [each for each in spoken if each.lying],
         "Honest": [each for each in spoken if not each.lying],

@@ -1,8 +1,8 @@
 """The page of coloured tokens: one static file that loads no other file.
 
 Owns:  Token, Example, Section, Places, and their HTML. Style and script: page.html.
-From:  demo.py, which chooses the content.   To: a browser, with a light or dark theme. Works
-       without a mouse. Without JavaScript, the page shows the layer that demo.py has selected.
+From:  demo.py, which chooses the content.   To: a browser, with a light or dark theme. The page
+       works without a mouse. Without JavaScript, it shows the layer that demo.py has selected.
 
 Promise: every text from a caller is escaped.
 """
@@ -18,7 +18,7 @@ _TEMPLATE = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf
 
 @dataclass(frozen=True)
 class Token:
-    """One token, and the probability by layer that a probe gives at this token.
+    """One token, and the probabilities that the probes of all layers give at this token.
 
     `probabilities` is None for the last sampled token, because this token has no row.
     """
@@ -38,7 +38,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Places:
-    """A table of AUROCs: one row for each named place in the prompts, one column for each layer."""
+    """A table of AUROCs: one row for each named token of the prompts, one column for each layer."""
 
     title: str
     caption: str
@@ -47,7 +47,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Section:
-    """One probe with its two words, and examples.
+    """One concept with the words for its two labels, and examples.
 
     Attributes:
         low, high: the words for probability 0 and 1.

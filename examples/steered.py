@@ -36,7 +36,7 @@ SWEPT_SCALES: Final = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 NUM_SWEPT: Final = 30
 
 LEAST_SHARE: Final = 0.9
-#: The AUROC of a probe on random labels is at most this far from 0.5, for so many prompts.
+#: With NUM_PROBED prompts, the AUROC of a probe on random labels is at most this far from 0.5.
 CHANCE: Final = 0.1
 
 
@@ -45,10 +45,11 @@ class Figures:
     """The measured results of the three experiments.
 
     Attributes:
-        plain: of reviews without an edit.
-        steered: of reviews that are steered against their opening.
-        ablated: of reviews whose sentiment is removed.
-        moved: share of countries whose answer is the capital of the country patched in.
+        plain: figures of reviews without an edit.
+        steered: figures of reviews that are steered against their opening.
+        ablated: figures of reviews whose sentiment is removed.
+        moved: share of countries whose answer is the capital of the other country, whose row
+            replaces the country's row.
     """
 
     plain: SteeringFigures
@@ -124,8 +125,8 @@ def check(figures: Figures) -> None:
     )
     for auroc in (ablated.auroc_ablated, ablated.auroc_refitted):
         assert abs(auroc - 0.5) <= CHANCE, (
-            f"with the sentiment ablated a probe still has an AUROC of {auroc:.3f}; chance, 0.5 "
-            f"and at most {CHANCE} off, is promised."
+            f"after the sentiment is ablated, a probe has an AUROC of {auroc:.3f}; an AUROC of 0.5 "
+            f"(chance), at most {CHANCE} higher or lower, is promised."
         )
     assert figures.moved >= LEAST_SHARE, (
         f"{_percent(figures.moved)} of the countries got the capital of the country patched in; "

@@ -1,15 +1,17 @@
 """Train a sparse autoencoder on the toy model's rows, from a harvest or from a running engine.
 
-Runs:  `python -m examples.train_sae` with a feed, or with `--harvest FOLDER`, on a CPU.
+Runs:  `python -m examples.train_sae` uses a feed, or with `--harvest FOLDER` a harvest. The SAE
+       trains on a CPU.
 From:  toyworld: documents of facts. The documents' rows at one layer come from `vllm_scope.stream`.
-       With `--harvest`, `vllm_scope.harvest` writes the rows to shards, and `RowDataset` reads
-       these.
+       With `--harvest`, `vllm_scope.harvest` writes the rows to shards, and `RowDataset` reads the
+       shards.
 To:    the terminal: loss, L0, dead features, explained variance; with `--out FOLDER` also
        train_sae.json and train_sae.png.
 
-A TopK SAE: a linear encoder and a ReLU compute features, and the k largest features add up to the
-row. Features that were not active for a while learn the remaining error (an auxiliary loss). The
-first batches are not used for training. The figures at the end are computed from these batches.
+A TopK SAE: a linear encoder and a ReLU compute features, and a linear decoder computes the row from
+the k largest features. Features that were not active for a while learn the remaining error (an
+auxiliary loss). The first batches are not used for gradients, only for the mean and the scale of
+the rows. The figures at the end are computed from these batches.
 """
 
 import argparse
@@ -41,12 +43,12 @@ ENGINE: Final = {
     "gpu_memory_utilization": 0.3,
     "enforce_eager": True,
 }
-#: A feature is dead if it was not active in this many batches.
+#: In training, a feature is dead if it was inactive in more than this many batches in a row.
 IDLE: Final = 50
 
 
 class TopK(nn.Module):
-    """A TopK SAE. Rows are scaled so that their mean squared norm is the width."""
+    """A TopK SAE. Rows are centred and scaled: the mean squared norm of `sample` gets `width`."""
 
     def __init__(self, width: int, num_features: int, k: int, sample: Tensor) -> None:
         super().__init__()
@@ -60,7 +62,8 @@ class TopK(nn.Module):
         self.register_buffer("idle", torch.zeros(num_features))
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The scaled rows, the SAE's reconstruction, and the SAE's features [n, num_features]."""
+        """The scaled rows, the SAE's reconstruction from the k largest features, and the values of
+        all features [n, num_features]."""
         rows = (rows.float() - self.mean) * self.scale
         values = ((rows - self.decoder_bias) @ self.encoder.T + self.encoder_bias).relu()
         features = largest(values, self.k)
@@ -92,7 +95,7 @@ def largest(values: Tensor, k: int) -> Tensor:
 
 @torch.inference_mode()
 def evaluate(sae: TopK, rows: Tensor) -> tuple[dict[str, float], Tensor]:
-    """Figures of rows that were not used for training, and the share of rows with each feature."""
+    """The SAE's figures on some rows, and for each feature the share of rows where it is active."""
     scaled, made, values = sae(rows)
     features = largest(values, sae.k) > 0
     error = (scaled - made).square()

@@ -1,12 +1,12 @@
-"""A page of each view: scores, a sweep, a lens, attention, features, and two answers side by side.
+"""Pages of views: scores, a sweep, a result, a lens, attention, features, and two answers.
 
 Runs:  `python -m examples.views`.
 From:  toyworld: openings of reviews, and questions about capitals.
 To:    demo-output/views, one page for each view.
 
-The probe's direction is the difference between the mean rows of positive and of negative reviews
-after layer 2. The probe's score is 1/2 at the positive mean and -1/2 at the negative mean. The same
-direction steers a negative review.
+The rows are those of the reviews' last tokens after layer 2. The direction is the mean row of
+positive reviews minus the mean row of negative reviews. A probe with this direction has the score
+1/2 at the positive mean and -1/2 at the negative mean. The same direction steers a negative review.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CONFIG: Final = {
 
 
 def generate(llm: LLM, prompt: str, *actions: Any, num: int = 24) -> tuple[Any, list[str]]:
-    """The result of a greedy answer, and the text of each of its tokens."""
+    """The result of a greedy answer, and the text of each token of the prompt and of the answer."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=num, extra_args=scope(*actions))
@@ -59,7 +59,8 @@ def generate(llm: LLM, prompt: str, *actions: Any, num: int = 24) -> tuple[Any, 
 
 
 def mood(llm: LLM) -> tuple[torch.Tensor, float]:
-    """The vector from negative to positive reviews, float32 [hidden_size], and the middle score."""
+    """The vector from the mean of negative reviews to the mean of positive reviews, float32
+    [hidden_size], and the dot product of this vector and the midpoint of the two means."""
     from vllm import SamplingParams
 
     prompts = sentiment_prompts(80)
@@ -73,7 +74,6 @@ def mood(llm: LLM) -> tuple[torch.Tensor, float]:
 
 
 def write(llm: LLM, folder: Path) -> None:
-    """Write the pages."""
     direction, middle = mood(llm)
     weight, bias = direction / direction.square().sum(), -middle / direction.square().sum()
     probe = Probe(weight, bias=float(bias), layer=LAYER, name="mood", threshold=0.0)

@@ -2,7 +2,7 @@
 
 Owns:  VllmModel, and the translation of an experiment's Edit into an action.
 From:  an `LLM` whose vllm-scope taps embed and resid_post.
-To:    steering.py, which uses its `generate`, `read` and `token_ids`.
+To:    steering.py, which calls VllmModel's `generate`, `read` and `token_ids`.
 
 Each prompt of a batch has its own edits, so one `generate` call can steer prompts in both
 directions.
@@ -21,7 +21,7 @@ from vllm_scope.request.actions import Action
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
 
-#: More tokens than any continuation of a review.
+#: Every continuation of a review has fewer tokens.
 MAX_TOKENS = 48
 
 
@@ -29,14 +29,14 @@ def as_action(edit: Edit) -> Action:
     """The edit as an action of vllm_scope.
 
     Raises:
-        ValueError: the edit sets rows, but names no positions.
+        ValueError: the edit has the kind "set", but names no positions.
     """
     site, layer = edit.stream
     # The embedding has no layers.
     place: dict[str, Any] = {"site": site, "layer": None if site == "embed" else layer}
     if edit.kind == "set":
         if edit.positions is None:
-            raise ValueError("the edit sets rows of no position; name its positions.")
+            raise ValueError("the edit has the kind 'set' and positions=None; name its positions.")
         rows = edit.vector.expand(len(edit.positions), -1)
         return Replace(rows, positions=edit.positions, **place)
     tokens = "all" if edit.positions is None else edit.positions

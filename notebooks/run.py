@@ -1,4 +1,4 @@
-"""Runs a notebook and keeps the outputs that are the same in every run.
+"""Runs a notebook and keeps its outputs, without the outputs that differ between machines.
 
 Runs:  `make notebooks` writes the notebooks and their pictures anew; tests/notebooks runs them and
        writes nothing.
@@ -19,7 +19,7 @@ from nbformat import NotebookNode
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-#: Of one cell; an engine starts in one.
+#: The time limit of one cell. One of the cells starts an engine.
 SECONDS = 300
 
 
@@ -40,7 +40,7 @@ def run(path: Path) -> NotebookNode:
         coalesce_streams=True,  # what a slow cell prints comes in several messages
     )
     client.execute()
-    # The kernel's version, and warnings with their times and paths, are of this machine.
+    # The kernel's version depends on this machine, and so do warnings with times and paths.
     notebook.metadata["language_info"] = {"name": "python"}
     for cell in notebook.cells:
         if cell.cell_type == "code":

@@ -138,7 +138,8 @@ def set_monitors(llm: LLM, monitors: Mapping[str, object]) -> None:
             all monitors.
 
     Raises:
-        SpecError: a monitor is not possible on this engine. The earlier monitors stay set.
+        SpecError: `llm` is not a vllm.LLM, or a monitor is malformed or not possible on this
+            engine. The earlier monitors stay set.
     """
     from vllm_scope.engine.monitors import set_on
 
@@ -147,22 +148,24 @@ def set_monitors(llm: LLM, monitors: Mapping[str, object]) -> None:
 
 
 def moments(llm: LLM, name: str = "moments") -> dict[tuple[str, int, str], Sums]:
-    """The sums that requests with Moments have made.
+    """The sums of the rows that requests with Moments have selected.
 
-    After a request has ended, all its rows are in the sums. For an AsyncLLM, call
-    `vllm_scope.engine.moments.moments_of_async`. For a server, send `GET /v1/scope/moments/NAME`.
+    After a request has ended, the sums contain all its selected rows. Rows that could not be added
+    are counted as `missing`. For an AsyncLLM, call `vllm_scope.engine.moments.moments_of_async`.
+    For a server, send `GET /v1/scope/moments/NAME`.
 
     Args:
         llm: vllm.LLM.
         name: the name that the requests gave in Moments.
 
     Returns:
-        A mapping of (site, layer, label) to sums in float64 numpy, with `count`, `mean` and
-        `covariance`. `vllm_scope.analysis.moments` makes probes from these sums.
+        A mapping of (site, layer, label) to `Sums` in float64 numpy, with `count`, `mean`, and
+        `covariance` if the Moments asked for it. `vllm_scope.analysis.moments` makes probes from
+        these sums.
 
     Raises:
-        SpecError: no row was added under this name. The error's text lists the names that have
-            sums.
+        SpecError: `llm` is not a vllm.LLM, or there are no sums with this name. In the second case,
+            the error's text lists at most 8 names that have sums.
     """
     from vllm_scope.engine.moments import moments_of
 
@@ -216,8 +219,8 @@ def harvest(
         column: the column of the documents, by default `text`, `input_ids`, `token_ids` or
             `tokens`.
         id_column: the column of the ids. All documents must have different ids. If `id_column` is
-            None, an id consists of the data set's fingerprint and the document's row number in the
-            data set.
+            None, an id consists of the start of the data set's fingerprint, and the document's row
+            number in the data set.
         split, config: the split and the configuration of a Hugging Face data set.
         long: the treatment of documents that are longer than a context ("truncate", "split" or
             "pack"). "pack" fills every context with documents, one after another.
@@ -227,8 +230,8 @@ def harvest(
         engine: further arguments of `vllm.LLM`, such as {"dtype": "bfloat16"}.
         engines: the number of engines, each in its own process and on its own GPUs. If `engines` is
             None, there is one engine in this process, or with `ray` as many engines as the
-            cluster's GPUs allow. If an engine dies, a new engine replaces it. As with
-            `multiprocessing`, a script must have its main part below `if __name__ == "__main__":`.
+            cluster's GPUs allow. If an engine in another process dies, a new engine replaces it. As
+            with `multiprocessing`, a script's main part must be below `if __name__ == "__main__":`.
         ray: if True, the engines are Ray actors on the cluster at RAY_ADDRESS. If RAY_ADDRESS is
             not set, the engines are on a new cluster of this host. If `ray` is a text, the text is
             the address of the cluster. All hosts of the cluster must have access to `out`.
@@ -289,8 +292,8 @@ def stream(
             on a thread of this process, and the LLM stays open. Do not use the LLM before the feed
             has ended.
         batch_size: number of rows of a batch. The last batch can have fewer rows.
-        buffer_rows: the number of rows in shared memory, at least twice `batch_size`. Half of these
-            rows are mixed.
+        buffer_rows: the number of rows in shared memory, at least twice `batch_size`. Each batch is
+            drawn at random from half of these rows.
         seed: at least 0. Calls with the same arguments give the same batches.
         column, split, config, long, context, engine: as for `harvest`.
 
@@ -315,22 +318,24 @@ def sweep(
     progress: bool | Literal["map"] = True,
     share: float = 1.0,
 ) -> SweepTable:
-    """Make one edit at each place of a grid, and measure each edit's effect on the next token.
+    """Make one edit for each chosen layer, position and head of each prompt, and measure the effect
+    of each edit on the next token.
 
     If an exception in `on_cell` or an interrupt ends the sweep, the sweep's requests end too.
 
     Args:
         llm: a vllm.LLM without running requests.
         prompts: a text, {"prompt_token_ids": [...]}, or a list of texts and such dicts.
-        on_cell: a function that is called with each value when the value arrives, in any order.
+        on_cell: a function that is called with each Cell when its value arrives, in any order.
         progress: if True, show a progress bar. If "map", show the table in the notebook, with each
             value when the value arrives. "map" needs vllm-scope[notebook].
         share: the part of a step's sequences and tokens that cells can take, above 0 and at most 1.
 
     Raises:
         ConfigError: `progress` is "map", and anywidget is not installed.
-        SpecError: the sweep is not possible on this engine or with these prompts.
-        ScopeError: a prompt could not be read, or the LLM has running requests.
+        SpecError: an argument is wrong, or the sweep is not possible on this engine or with these
+            prompts.
+        ScopeError: a request that reads a prompt failed, or the LLM has running requests.
     """
     from vllm_scope.engine.frontend.sweep_runs import run
 
@@ -351,7 +356,7 @@ async def sweep_async(
     is cancelled, the sweep's requests end.
 
     The arguments and the errors are those of `sweep`. While the engine has other requests, only a
-    few cells are sent at a time, and the engine has cells for `share / 5` of the time.
+    few cells are sent at a time, and the engine has cells for about `share / 5` of the time.
     """
     from vllm_scope.engine.frontend.sweep_runs import run_async
 

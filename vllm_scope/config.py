@@ -1,7 +1,7 @@
 """The engine's options: `additional_config={"scope": {...}}`.
 
 Owns:  ScopeConfig, its defaults and its checks.
-Runs:  in the front-end (to fill in defaults) and in every worker.
+Runs:  in every process of an engine. The front-end also fills in defaults and `graph_key`.
 
 Promise: every option that changes the compiled graph is in `additional_config["scope"]`. This dict
 also has `graph_key`, a digest of the code of the tap. vLLM's key of the compile cache includes a
@@ -48,11 +48,13 @@ class ScopeConfig(BaseModel):
     """The engine's options.
 
     Attributes:
-        sites: the sites that can be read and edited. For each site, each layer gets a tap, even if
-            no request uses the site. `ln_final` can be read and not edited.
+        sites: the sites that can be read and edited. Each site gets a tap in each of `layers`, even
+            if no request uses the site. (`embed` and `ln_final` are not in layers, and get one tap
+            each.) `ln_final` can be read and not edited.
         layers: the layers that have taps, or "all".
         arena_mib: device memory for rows that wait for their copy to the host. If `arena_mib` is
-            None, the arena has room for three times the rows of the largest step with a CUDA graph.
+            None, vllm-scope sets the size. On a GPU, the arena then has room for at least three
+            times the rows of the largest step with a CUDA graph.
         vectors_mib: device memory for the vectors of edits and probes of running requests. If this
             memory is full, a new request waits.
         states_mib: device memory for the states of gates (Gate.state). A gate with a state needs 12

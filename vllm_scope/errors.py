@@ -2,15 +2,16 @@
 
 ScopeError
   SpecError      the request is wrong        that request only (HTTP 400)
-  ConfigError    the engine's options are    refuse to start
-                 wrong
+  ConfigError    an option is wrong, or a    refuse to start, or that call
+                 package is missing          only
   CapacityError  no room for this request    that request only (HTTP 429)
   CompatError    this vLLM or this model     refuse to start, or refuse taps
                  is not supported
   FileError      a file is damaged, or       that file only
                  cannot be read or written
 
-Every message names the given value, the allowed values, and the next step for the caller.
+A message says what is wrong. Where possible, the message also names the given value, the allowed
+values, and the next step for the caller.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def checked_ending(path: str | PathLike[str], *endings: str) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of the text of another library's error, or the error's type if the text is
-    empty."""
+    """One line that says why another library failed. Usually this is the first line of the error's
+    text, or the name of the error's class if the text is empty."""
     details = getattr(error, "errors", None)
     text = str(error)
     if "cached snapshot folder" in text:  # Hugging Face's advice is about its own functions
@@ -105,7 +106,8 @@ class CompatError(ScopeError):
 
 
 class FileError(ScopeError):
-    """A file is damaged, is not a file of this package, or cannot be read or written."""
+    """A file is damaged, is not a file of this package, or cannot be read or written. Or the
+    content of files does not fit the arguments of a call."""
 
 
 @contextmanager

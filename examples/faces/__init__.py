@@ -1,4 +1,4 @@
-"""Scripts with the names of other systems, on the toy model.
+"""Scripts that use the names and arguments of other systems, on the toy model.
 
 Start a script with `python -m examples.faces.NAME`.
 """

@@ -1,4 +1,4 @@
-"""vLLM Activation Capture System: environment variables switch it on, and requests write files."""
+"""vLLM Activation Capture System: environment variables turn capture on; requests write files."""
 
 import os
 import sys

@@ -24,7 +24,7 @@ STREAM = ("resid_post", LAYER)
 
 
 async def fit(model: Model, num_prompts: int) -> LinearProbe:
-    """Read the last token of each training prompt, in parallel, and fit a probe to these rows."""
+    """Read the rows of the training prompts' last tokens in parallel, and fit a probe to them."""
     prompts = lying_prompts(num_prompts, split="train")
     body = {"extra_args": {"output_residual_stream": [LAYER]}}
     config = GenerateConfig(max_tokens=1, extra_body=body)

@@ -1,4 +1,4 @@
-"""The steering fork: rows captured to files, a module by name, vectors for one phase only."""
+"""The steering fork: rows captured to files, a module by name, vectors for prefill and decode."""
 
 import json
 import tempfile

@@ -9,7 +9,7 @@ PROMPT = "My father told me about the book Goldette. Happily, it was"
 
 
 def run(llm: LLM) -> dict[str, float]:
-    """Hook name -> mean norm of what each layer adds to the stream."""
+    """Layer, as "blocks.0" -> mean norm of the rows that the layer adds to the stream."""
     spec = scope(Read("embed", tokens="prompt"), Read("resid_post", tokens="prompt"))
     (output,) = llm.generate(PROMPT, SamplingParams(max_tokens=1, extra_args=spec), use_tqdm=False)
     # was: _, cache = model.run_with_cache(prompt)

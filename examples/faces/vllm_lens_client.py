@@ -1,4 +1,4 @@
-"""vllm-lens over HTTP: the same example with vllm-lens's client. This process needs no vLLM.
+"""vllm-lens over HTTP: the steps of vllm_lens.py with vllm-lens's client. The client needs no vLLM.
 
 vllm serve toyworld/model --max-model-len 256
 python -m examples.faces.vllm_lens_client http://localhost:8000

@@ -1,4 +1,4 @@
-"""vllm-lens's hooks: Python code between the layers, so in eager mode and in this process.
+"""vllm-lens's hooks: Python functions between the layers. They need eager mode and one process.
 
 VLLM_ENABLE_V1_MULTIPROCESSING=0 python -m examples.faces.vllm_lens_hooks
 """

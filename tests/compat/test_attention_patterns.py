@@ -185,8 +185,8 @@ def test_weights_without_a_mask_and_of_no_key():
     ("shapes", "options", "words"),
     [
         (((3, 4), (3, 4)), {}, r"q has shape \[3, 4\]"),
-        (((3, 4, 8), (3, 3, 8)), {}, "a whole number of q's heads"),
-        (((3, 4, 8), (3, 2, 6)), {}, "of one head_dim"),
+        (((3, 4, 8), (3, 3, 8)), {}, "q's number of heads must be a multiple"),
+        (((3, 4, 8), (3, 2, 6)), {}, "with equal head_dim"),
         (((3, 4, 8), (2, 2, 8)), {}, "3 queries for 2 keys"),
         (((3, 4, 8), (3, 2, 8)), {"sinks": [1.0]}, "sinks has 1 numbers; q has 4 heads"),
     ],

@@ -116,7 +116,7 @@ def test_each_choice_has_its_own(model):
 BAD = {
     "layer": (config(scope(Read("resid_post", layers=[99]))), "layers 0 to 5"),
     "extra-body": (GenerateConfig(extra_body={"extra_arg": {}}), "fields here are extra_args"),
-    "logprobs": (config(logprobs=True), "not given by this provider"),
+    "logprobs": (config(logprobs=True), "this provider does not support logprobs"),
 }
 
 

@@ -157,7 +157,7 @@ def test_it_says_why_not(tmp_path):
     assert done.returncode == 1, done.stdout
     said = " ".join(done.stdout.split())
     assert "cannot be read: Gemma3nTextModel.forward has no loop over layers" in said
-    assert "served plainly" in said
+    assert "vLLM serves the model, but refuses" in said
     assert "an engine that compiles the model can serve embed, resid_pre and resid_post" in said
 
 
@@ -236,4 +236,4 @@ def test_it_says_what_saes_and_lenses_take_of_a_device(tmp_path):
     done = doctor(TOYWORLD, "--saes", "toy=/nowhere", "--lenses", f"a={tmp_path / 'small'}")
     assert done.returncode == 2
     assert "/nowhere is not there" in done.stdout
-    assert "is of rows of 8 numbers; this model's have 256." in done.stdout
+    assert "is of rows of 8 numbers; this model's rows have 256." in done.stdout

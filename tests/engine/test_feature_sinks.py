@@ -179,7 +179,7 @@ def test_what_the_table_cannot_take_is_said(llm):
     with pytest.raises(SpecError, match=r"reads\[0\].to is 'max_activating', which takes features"):
         run(llm, PROMPTS[:1], params(vllm_scope.Read("resid_post", to="max_activating")))
     edit = vllm_scope.Add([1e30] * WIDTH, layer=0)
-    said = r"features\[0\].to is 'max_activating', which takes nothing of a request with edits"
+    said = r"features\[0\].to is 'max_activating', which takes no results of a request with edits"
     with pytest.raises(SpecError, match=said):
         run(llm, PROMPTS[:1], params(Features("topk", to="max_activating"), edit))
     for name in ("max_activating", "filesystem"):

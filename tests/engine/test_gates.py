@@ -236,7 +236,7 @@ def test_compiled_and_with_other_processes(llama, ref):
 # What is refused
 
 WRONG = {
-    "after-the-edit": (Add(W, layer=0, gate=Gate(W, 1)), "a gate is at or before its edit"),
+    "after-the-edit": (Add(W, layer=0, gate=Gate(W, 1)), "a gate must be at or before its edit"),
     "another-size": (Add(W, layer=1, gate=Gate([1.0, 2.0], 0)), "have 128"),
     "no-such-layer": (Add(W, layer=1, gate=Gate(W, 99)), "has layers 0 to 2"),
 }
@@ -256,7 +256,7 @@ def test_names_are_for_one_thing(family):
     twice = [Add(W, layer=1, gate=Gate(W, 0, name="g")), Add(W, layer=2, dose="g")]
     with pytest.raises(SpecError, match="two gates or doses are called 'g'"):
         run(llm, [PROMPT], params(*twice))
-    with pytest.raises(SpecError, match="a probe and a gate or dose are called 'g'"):
+    with pytest.raises(SpecError, match="probes, features, lenses, gates and doses are called 'g'"):
         run(llm, [PROMPT], params(twice[0], Probe(W, layer=0, name="g")))
     shared = Gate(W, 0, name="g")
     edits = [Add(W, layer=layer, gate=shared) for layer in (1, 2)]

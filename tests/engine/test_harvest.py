@@ -287,8 +287,8 @@ def test_a_killed_command_goes_on_where_it_was(llm, tmp_path):
     other = subprocess.run(command(dataset, out, "--context", "60"), capture_output=True, text=True)
     assert other.returncode == 1
     assert other.stderr.strip() == (
-        f"{out} was harvested with context 120, and now context is 60; give the same, or another "
-        "folder."
+        f"{out} was harvested with context 120, and now context is 60; give the same value, or "
+        "another folder."
     )
 
 

@@ -180,7 +180,7 @@ def test_what_is_decided_in_the_prompt_holds_from_the_first_generated_token(llm,
         pytest.param({0: {"scale": {"other": 1.0}}}, "names 'other'", id="unknown-edit"),
         pytest.param({0: {"scale": {"steer": "much"}}}, "it must be a number", id="no-number"),
         pytest.param({0: {"scale": {"steer": 1e39}}}, "finite in float32", id="too-large"),
-        pytest.param({0: {"scale": 3}}, "name to number", id="no-mapping"),
+        pytest.param({0: {"scale": 3}}, "names to numbers", id="no-mapping"),
         pytest.param({0: {"stop": 1}}, "true or false", id="stop"),
         pytest.param({0: {"flag": "x" * 201, "stop": True}}, "1 to 200 characters", id="flag"),
         pytest.param(

@@ -306,10 +306,10 @@ def test_gates_without_a_state_upload_nothing(family, fresh):
 # What is refused
 
 WRONG = {
-    "same-place": (Add(W, layer=1, gate=Gate(W, 1, state=Latch())), "is at an earlier place"),
+    "same-place": (Add(W, layer=1, gate=Gate(W, 1, state=Latch())), "must be at an earlier place"),
     "one-boundary": (
         Add(W, site="resid_pre", layer=1, gate=Gate(W, 0, state=Latch())),
-        "is at an earlier place",
+        "must be at an earlier place",
     ),
     "some-tokens": (
         Add(W, layer=1, tokens=[3, 50], gate=Gate(W, 0, state=Latch())),

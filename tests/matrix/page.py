@@ -43,10 +43,10 @@ For a multimodal architecture only the decoder is compared, with prompts of text
 `language_model_only`. In the tables, a multimodal architecture is marked "text". The modules of
 multimodal architectures import torchvision, which the package index has for CUDA only. The test
 imports torchvision's Python part, and declares torchvision's compiled operators but never calls
-these operators (`tests/matrix/vision.py`). `tests/engine/test_multimodal.py` compares the rows of a
-prompt with a sound. The rows of image tokens can be read, but no test shows that these rows are
-right. `python -m tests.matrix --pending` prints the architectures that were not run and are not on
-this page.
+these operators (`tests/matrix/vision.py`). In `tests/engine/test_multimodal.py`, a prompt
+contains a sound, and the test compares the prompt's rows with Hugging Face's. The rows of image
+tokens can be read, but no test shows that these rows are right. `python -m tests.matrix --pending`
+prints the architectures that were not run and are not on this page.
 """
 _UNSERVED = """vLLM 0.33.0 was not run, because no CPU build of vLLM 0.33.0 or of PyTorch 2.14 could
 be installed.
@@ -62,10 +62,10 @@ _SECTIONS: list[tuple[str, str, str]] = [
     (
         "differs",
         "Rows differ from Hugging Face's",
-        "The first gap is the difference of vLLM's log-probabilities from Hugging Face's. The "
-        "second gap is the difference of vLLM's log-probabilities from the result of Hugging "
-        "Face's norm and head on vLLM's last rows. If the second gap is small, vLLM itself "
-        "computes other rows than Hugging Face, and the taps deliver vLLM's rows.\n\n",
+        "The column `gap` is the difference of vLLM's log-probabilities from Hugging Face's. The "
+        "column `gap of the rows` is the difference of vLLM's log-probabilities from the result "
+        "of Hugging Face's norm and head on vLLM's last rows. If the gap of the rows is small, "
+        "vLLM itself computes other rows than Hugging Face, and the taps deliver vLLM's rows.\n\n",
     ),
     ("refused", "Served plainly, reads refused", ""),
     (

@@ -327,7 +327,7 @@ def test_answers_without_a_place_for_a_scope_say_so(path, body, stream, server):
         body = body | {"model": "toyworld", "stream": stream} | xargs(PROBE)
         response = http.post(path, json=body)
     assert response.status_code == 400
-    assert "have no place for a scope; use /v1/completions" in response.text
+    assert "have no field for a scope; use /v1/completions" in response.text
 
 
 @pytest.mark.parametrize(

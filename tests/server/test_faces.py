@@ -95,7 +95,7 @@ def test_answers_without_a_place_for_a_faces_fields_say_so(path, body, more, str
         pytest.skip("vLLM's model of these requests drops fields that it does not know")
     response = post(server, body | more | {"model": "toyworld", "stream": stream}, path)
     assert response.status_code == 400, response.text
-    assert "have no place for a scope; use /v1/completions" in response.text
+    assert "have no field for a scope; use /v1/completions" in response.text
 
 
 BAD = {

@@ -1,6 +1,6 @@
-"""Computes directions, probes and lenses from rows. This needs torch and results, but no engine.
+"""Computes directions, probes and lenses from rows. Only patching.py needs an engine.
 
-rows.py        selects one row per result (pooled over positions), or one row per token
+rows.py        makes one row per result (pooled over positions), or one row per token
 contrast.py    computes steering modules from positive and negative rows
 moments.py     computes probes, steering modules and components from sums of rows
 probes.py      fits linear probes, and writes and reads the files of linear probes

@@ -8,8 +8,8 @@ From:  results.   To: views, analysis.cache, compat.
 
 An attention kernel never stores all weights. Therefore a tap cannot read the weights. `q` and `k`
 are the inputs of the kernel, after norms and rotary embedding. In each head, a query at position
-n - 1 has n weights, and its row of `q` has head_size numbers. If n is above head_size, the row has
-fewer numbers than the weights.
+n - 1 has n weights, and its row of `q` has head_size numbers. If n is above head_size, the query's
+row has fewer numbers than the query has weights.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def attention_pattern(
 
     Returns:
         float32 [num_heads, num_queries, num_keys] on the CPU. Row i belongs to the query at
-        `result.positions("q", layer)[i]`, and column j to the key at position j. The last column is
-        the position of the last query. A key to which a query does not attend has the weight 0. If
-        the attention has sinks, the sum of a row is less than 1.
+        `result.positions("q", layer)[i]`, and column j to the key at position j. The last column
+        belongs to the key at the position of the last query. A key to which a query does not attend
+        has the weight 0. If the attention has sinks, the sum of a row is less than 1.
 
     Raises:
         KeyError: the result has no rows of `q` or of `k` at this layer.
@@ -106,7 +106,7 @@ def check_kernel(kernel: Mapping[str, Any], where: str) -> None:
     if not kernel["exact"]:
         raise ScopeError(
             f"the attention of {where} does more than scale, cap, mask and bias its scores "
-            "(over chunks, or by another rule), so its pattern does not follow from q and k."
+            "(for example, it attends in chunks), so its pattern cannot be computed from q and k."
         )
 
 
@@ -154,7 +154,7 @@ def _kernel_of(result: Rows, layer: int) -> Mapping[str, Any]:
     sites = getattr(result, "sites", None)
     if sites is None:
         raise SpecError(
-            "kernel is None, and the rows of an HTTP client have no kernel; give "
+            "kernel is None, and only a ScopeResult has the kernel's options; give "
             "kernel=client.info()['attention'][f'{layer}']."
         )
     found: Mapping[str, Any] = sites.kernels[layer]

@@ -34,10 +34,10 @@ class ActivationCache(Mapping[str, Tensor]):
 
     For sites inside the attention, the shape is [batch, pos, head, d_head].
 
-    A layer's `resid_post` is the next layer's `resid_pre`. If the request did not edit the stream
-    between these two sites, a read of one site is available under both names, and the keys of the
-    cache have both names. The shorthands of TransformerLens are possible too, such as
-    `cache["resid_post", 3]`, `cache["embed"]` and `cache["resid_post", -1]`.
+    In most models, a layer's `resid_post` is the next layer's `resid_pre`. If the request did not
+    edit the stream between these two sites, a read of one site is available under both names, and
+    the keys of the cache have both names. The shorthands of TransformerLens are possible too, such
+    as `cache["resid_post", 3]`, `cache["embed"]` and `cache["resid_post", -1]`.
 
     `blocks.3.attn.hook_pattern`, or `cache["pattern", 3]`, is [batch, head, query pos, key pos] in
     float32. The first access computes the pattern from the layer's `q` and `k`. A pattern is not in
@@ -56,8 +56,8 @@ class ActivationCache(Mapping[str, Tensor]):
         mask: False at padding and True elsewhere, as bool [batch, pos].
 
     Raises:
-        SpecError: a result is not complete, lacks a position, or does not have the same streams as
-            the first result.
+        SpecError: there are no results, or a result is not complete, lacks a position, or does not
+            have the same streams as the first result.
     """
 
     def __init__(self, results: Result | Sequence[Result], num_layers: int | None = None) -> None:
@@ -76,7 +76,7 @@ class ActivationCache(Mapping[str, Tensor]):
             lengths.append(_length(result, where))
         self._results, self._num_layers = batch, num_layers
         self._read = {hook_of(stream): stream for stream in streams}
-        #: Maps names of streams that were not read to streams with the same rows that were read.
+        #: Maps the name of a stream that was not read to a stream that was read and has its rows.
         self._same: dict[str, SiteLayer] = {}
         for stream in streams:
             for twin in _twins(stream):
@@ -140,7 +140,8 @@ class ActivationCache(Mapping[str, Tensor]):
 
         Raises:
             KeyError: the site was not read at one of the layers.
-            SpecError: no layer is before `layer`.
+            SpecError: no layer is before `layer`, or the number of layers is needed, but
+                `num_layers` is None.
         """
         layers = range(self._up_to(layer))
         if not layers:
@@ -223,8 +224,8 @@ class ActivationCache(Mapping[str, Tensor]):
 
         Raises:
             KeyError: the results do not have one of the components.
-            SpecError: the number of layers is needed, but `num_layers` is None, or there are no
-                components.
+            SpecError: the number of layers is needed, but `num_layers` is None, or `mode` is
+                unknown, or there are no components.
         """
         sites = {"all": ("attn_out", "mlp_out"), "attn": ("attn_out",), "mlp": ("mlp_out",)}
         if mode not in sites:
@@ -251,7 +252,9 @@ class ActivationCache(Mapping[str, Tensor]):
 
     def _layers(self, what: str) -> int:
         if self._num_layers is None:
-            raise SpecError(f"{what} needs the model's depth: give the cache num_layers=....")
+            raise SpecError(
+                f"the number of layers is needed for {what}; give the cache num_layers."
+            )
         return self._num_layers
 
     def _stream_of(self, key: Key) -> SiteLayer:
@@ -262,7 +265,8 @@ class ActivationCache(Mapping[str, Tensor]):
 def _same_rows(result: Result, read: SiteLayer, twin: SiteLayer) -> bool:
     """Whether no edit lies between a stream that was read and the twin of this stream.
 
-    The twins are a layer's `resid_post` and the next layer's `resid_pre`.
+    The twins are a layer's `resid_post` and the next layer's `resid_pre`, or `embed` and layer 0's
+    `resid_pre`.
     """
     edited = getattr(result, "edited", frozenset[SiteLayer]())
     behind = read not in edited or (*read, "after") in result  # type: ignore[operator]

@@ -125,7 +125,7 @@ def _module(
     if set(positives) != set(negatives):
         only = sorted(set(positives) ^ set(negatives))
         raise SpecError(
-            f"{shown(only)} are in one side only; positives and negatives need the same streams."
+            f"{shown(only)} are on one side only; positives and negatives need the same streams."
         )
     vectors = {}
     for stream in positives:
@@ -134,7 +134,8 @@ def _module(
         down = _checked(negatives[stream], f"negatives at {name}")
         if up.shape[1] != down.shape[1]:
             raise SpecError(
-                f"{name} has positives of {up.shape[1]} values and negatives of {down.shape[1]}."
+                f"{name}: positives have {up.shape[1]} values in a row, and negatives have "
+                f"{down.shape[1]}; give rows of equal sizes."
             )
         vector = direction(up, down, name)
         length = vector.norm()
@@ -146,10 +147,12 @@ def _module(
 
 
 def _checked(rows: Tensor | NDArray[np.floating], what: str) -> Tensor:
-    """Return the rows as float64. Raises SpecError without rows, or for a number not finite."""
+    """Return the rows as float64. Raises SpecError if they have another shape or are not finite."""
     rows = as_rows(rows, what)
     if rows.dim() != 2 or not len(rows):
-        raise SpecError(f"{what} have shape {list(rows.shape)}; rows are [n, hidden_size], n > 0.")
+        raise SpecError(
+            f"{what} have shape {list(rows.shape)}; they must be [n, hidden_size], with n above 0."
+        )
     rows = rows.detach().cpu().double()
     if not rows.isfinite().all():
         raise SpecError(f"{what} have NaN or Inf; leave those rows out.")

@@ -48,7 +48,8 @@ class Lens:
             is 1 / logits_scaling.
 
     Raises:
-        SpecError: the shapes do not fit together, or a cap or a scale is not a number above 0.
+        SpecError: the shapes do not fit together, `norm` has another value, or a cap or a scale is
+            not a number above 0.
     """
 
     norm_weight: Tensor

@@ -2,7 +2,7 @@
 
 Owns:  `difference_of_means`, `ridge_probe`, `lda_probe`, `principal_components`, `whitening`.
 From:  `vllm_scope.moments` (maps (site, layer, label) to batch.sums.Sums).
-To:    LinearProbe, SteeringModule.
+To:    LinearProbe, SteeringModule; principal components and whitening, for the caller.
 
 Promise: scikit-learn's Ridge, LinearDiscriminantAnalysis (solver "lsqr") and PCA compute the same
 results from the rows in float64, up to rounding.
@@ -57,8 +57,8 @@ def sums_at(found: Found, stream: SiteLayer, labels: Iterable[str] | None = None
         if one.missing:
             raise SpecError(
                 f"{one.missing} rows with label {shown(label)} at {name_of(stream)} are missing: "
-                "the device had no room, or the sums of the name have other options than the "
-                "request; drop the sums and run the requests again."
+                "the device had no room, an error occurred, or the sums of this name have other "
+                "options than the request; drop the sums and run the requests again."
             )
         if not all(np.isfinite(some).all() for some in _numbers(one)):
             raise SpecError(
@@ -89,7 +89,7 @@ def difference_of_means(
 ) -> SteeringModule:
     """The mean of one label's rows minus the mean of another label's rows, at each stream.
 
-    This function computes `contrast.mean_difference` from sums.
+    The result is that of `contrast.mean_difference`, but this function needs only sums.
 
     Args:
         positive, negative: two labels with sums at the same streams.
@@ -97,7 +97,7 @@ def difference_of_means(
         provenance: the fields model, revision and dataset. This function sets the other fields.
 
     Raises:
-        SpecError: there are no rows with a label, or the two means are equal.
+        SpecError: `sums_at` refuses a label, or the two means are equal.
     """
     streams = dict.fromkeys((s, k) for s, k, label in found if label in (positive, negative))
     if not streams:
@@ -132,13 +132,14 @@ def ridge_probe(
 
     Args:
         alpha: the strength of the L2 penalty, 0 or above.
-        targets: maps the labels whose rows are used to y. At least two of the numbers must differ.
-            If None, all labels are used, with the numbers that the requests gave as `target`.
+        targets: maps a label to the number y of the label's rows. Rows with other labels are not
+            used. At least two of the numbers must differ. If None, all rows are used, and y is the
+            number that the row's request gave as `target`.
         pooling, model, template: fields of the probe, as in `train_probe`.
 
     Raises:
-        SpecError: a label has no sums, the sums have no covariance or no targets, all targets are
-            the same, or there are too few rows for alpha 0.
+        SpecError: `sums_at` refuses a label, the sums have no covariance or no targets, all
+            `targets` are the same, or alpha is too small for so few rows.
     """
     stream = as_stream(stream_of(stream))
     checked_pooling(pooling)
@@ -215,8 +216,8 @@ def lda_probe(
         pooling, model, template: fields of the probe, as in `train_probe`.
 
     Raises:
-        SpecError: a label has no sums, the sums have no covariance, or the covariance is singular.
-            If there are fewer rows than a row has numbers, shrinkage must be above 0.
+        SpecError: `sums_at` refuses a label, the sums have no covariance, or the covariance is
+            singular. If there are fewer rows than a row has numbers, shrinkage must be above 0.
     """
     if not 0 <= shrinkage <= 1:
         raise SpecError(f"shrinkage is {shrinkage!r}; it must be a number from 0 to 1.")
@@ -305,7 +306,8 @@ def whitening(sums: Sums, floor: float = 1e-6) -> Whitening:
 
     Args:
         floor: a number above 0 and at most 1. The smallest variance that the map uses is `floor`
-            times the largest variance. Smaller variances are raised to this value.
+            times the largest variance. Smaller variances are raised to this value. Along their
+            directions, the mapped rows have a variance below 1.
 
     Raises:
         SpecError: `floor` is out of range, all rows are the same, or the sums have no covariance.

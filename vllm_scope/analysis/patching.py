@@ -78,7 +78,7 @@ get_act_patch_attn_head_v_all_pos: Patching = _patching("v", _ALL, **_ALL_POS)
 def get_act_patch_block_every(
     llm: LLM, corrupted: object, clean: object, metric: Metric, progress: bool = True
 ) -> Tensor:
-    """Patch resid_pre, attn_out and mlp_out in one sweep for each of these sites. Returns float64
+    """Run three sweeps, which patch resid_pre, attn_out and mlp_out. Returns float64
     [3, num_layers, num_positions]."""
     each = (get_act_patch_resid_pre, get_act_patch_attn_out, get_act_patch_mlp_out)
     return torch.stack([patch(llm, corrupted, clean, metric, progress) for patch in each])

@@ -1,4 +1,4 @@
-"""Linear probes, which find a concept with a direction and a threshold, from labelled rows.
+"""Linear probes: a direction and a threshold, fitted to labelled rows, which find a concept.
 
 Owns:  LinearProbe, its fitting and calibration, and its files.
 From:  rows [n, hidden_size] and labels.   To: scores, in this process or on a server.
@@ -67,7 +67,7 @@ class Calibration:
 class LinearProbe:
     """A probe whose score of a row is row . weight + bias.
 
-    If the score is above 0, the concept is more likely present than absent.
+    Without a calibration, the concept is more likely present than absent if the score is above 0.
 
     Attributes:
         weight: float32 [hidden_size], a read-only array.
@@ -77,10 +77,10 @@ class LinearProbe:
             "last_prompt", "prompt", "generated" or "all". Another word, such as "mean", says that a
             row was not the row of a single token. None means that the tokens are unknown.
         model: the model of the stream.
-        threshold: the lowest score at which the concept counts as present.
+        threshold: the concept counts as present if the score is above this number.
         template: the chat template of the prompts to which the probe was fitted. The value is a
             `template_digest`, "none" for prompts without a chat template, "chat" for an unknown
-            chat template, or None if this is not known.
+            chat template, or None if it is unknown whether the prompts had a chat template.
         calibration: the calibration that `probabilities` uses, or None if scores are logits.
 
     Raises:
@@ -105,7 +105,8 @@ class LinearProbe:
         for name in ("bias", "threshold"):
             object.__setattr__(self, name, finite(getattr(self, name), name))
         checked_template(self.template)
-        # The given warnings. They are not in a field, because `save_probe` writes all fields.
+        # The warnings that this probe has given. `_told` is no field, because `save_probe` writes
+        # all fields.
         object.__setattr__(self, "_told", set())
 
     def action(self, name: str, tokens: object = None, template: str | None = None) -> Probe:
@@ -123,7 +124,7 @@ class LinearProbe:
                 gives the same warning only one time.
 
         Raises:
-            SpecError: `vllm_scope.Probe` refuses the arguments.
+            SpecError: `vllm_scope.Probe` refuses the arguments, or `template` has another form.
         """
         if tokens is None:
             tokens = self.pooling if self.pooling in WORDS else "all"

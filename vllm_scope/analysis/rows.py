@@ -67,8 +67,9 @@ def pooled_rows(
         `results`. Inside the attention, the shape is [num_results, heads, numbers of a head].
 
     Raises:
-        SpecError: there are no results, an item is not a result, or a result is not complete or has
-            no rows at a stream.
+        SpecError: there are no results, an item is not a result, a result is not complete, or the
+            Read of a stream selected no token of a request.
+        KeyError: a request did not read a stream.
     """
     if pooling not in ("last", "mean"):
         raise SpecError(f"pooling is {pooling!r}; it must be 'last' or 'mean'.")
@@ -105,6 +106,7 @@ def token_rows(
     Raises:
         SpecError: there are no results, a result is not complete, there is not one label for each
             result, or a label has another value.
+        KeyError: a request did not read the stream.
     """
     results, stream = _checked_all(results), stream_of(stream)
     truth = truth_of(labels)
@@ -122,7 +124,8 @@ def truth_of(labels: Labels) -> NDArray[np.bool_]:
     """Copy the labels to an array of bools that has the same shape.
 
     Raises:
-        SpecError: a label is not 0 or 1, and not False or True.
+        SpecError: a label is not 0 or 1, and not False or True, or nested lists of labels differ in
+            length.
     """
     if isinstance(labels, Tensor):
         # numpy has no bfloat16, so labels of a float dtype become float32.
@@ -150,7 +153,8 @@ def truth_of(labels: Labels) -> NDArray[np.bool_]:
 
 
 def as_rows(rows: object, what: str = "rows") -> Tensor:
-    """The rows as a tensor. A tensor is returned unchanged, and a numpy array is copied.
+    """The rows as a tensor. A tensor is returned unchanged. A numpy array is copied, to float64 if
+    its numbers have more than 4 bytes, else to float32.
 
     Raises:
         SpecError: `rows` is not a tensor, and not a numpy array of numbers.

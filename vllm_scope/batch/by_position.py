@@ -1,8 +1,8 @@
 """Selects one row per position from all computed rows of a stream.
 
-Owns:  Transcript, and the rule by which received rows become a stream. For each position, the row
-       that was computed last is kept. Rows that the request did not select are dropped. Rows of
-       tokens that were never accepted are dropped.
+Owns:  Part, Transcript, and the rule by which received rows become a stream. For each position,
+       the row that was computed last is kept. Rows that the request did not select are dropped.
+       Rows of tokens that were never accepted are dropped.
 Runs:  in the front-end (results), and in the worker (sinks.request, files.rows).
 """
 
@@ -33,8 +33,8 @@ class Part(NamedTuple):
 
     Attributes:
         positions: int64 [n].
-        arrivals: int64 [n]. Of two rows of a request, the row that was computed later has the
-            larger arrival.
+        arrivals: int64 [n]. Of two values of one position of a request, the value that was computed
+            later has the larger arrival.
         rows: [n, size].
     """
 
@@ -157,7 +157,7 @@ def joined_rows(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def choose(parts: Sequence[Part], wanted: Ints) -> Chosen:
-    """For each wanted position, the value that was computed last.
+    """Choose the value that was computed last, for each wanted position that has values.
 
     Args:
         parts: at least one.
@@ -181,8 +181,8 @@ def choose(parts: Sequence[Part], wanted: Ints) -> Chosen:
 
 
 def last_values(parts: Sequence[Part], wanted: Ints, empty: Tensor) -> tuple[Tensor, Ints]:
-    """The value that was computed last at each wanted position, and the positions of these values,
-    ascending.
+    """The value that was computed last at each wanted position that has values, and the positions
+    of the returned values, ascending.
 
     Args:
         wanted: ascending.

@@ -24,7 +24,7 @@ def by_layout(
 
     Args:
         layouts, layout_of, boundary: the same as in labels.Labels and sinks.RowBatch.
-        widths: bytes of a raw row, by its kind.
+        widths: the number of bytes of a raw row, by kind.
         slots: uint8 [num_slots, SLOT_BYTES].
 
     Yields:

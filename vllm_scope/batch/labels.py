@@ -22,7 +22,7 @@ class StepBatch(msgspec.Struct, frozen=True, eq=False):
 
     Attributes:
         req_ids: the ids of the requests, in the order of their rows.
-        query_start: int [num_reqs + 1], the first row of each request.
+        query_start: int [num_reqs + 1], the first row of each request, and then the number of rows.
         num_computed: int [num_reqs], the position of each request's first row.
         optimistic: True if `num_computed` can include rejected draft tokens. In this case, the
             actual positions are on the device.

@@ -4,8 +4,8 @@ Owns:  Readout (for a request's positions, in order), `scores_of` (for single to
 Runs:  in the front-end (results), and in the worker (sinks.request), with numpy on the CPU.
 From:  request.resolve (the probe).
 
-Promise: the scores and aggregates do not depend on how many positions one call has. Numbers are
-added in float64, in the order of positions.
+Promise: the scores and aggregates do not depend on how many positions one call has. Pools and
+aggregates add numbers in float64.
 """
 
 from __future__ import annotations
@@ -116,11 +116,12 @@ def _activated(probe: ResolvedProbe, scores: NDArray[Any]) -> NDArray[np.float32
 
 
 class _Pool:
-    """Each head of a probe averages the values so far, with softmax weights. The result is the sum
-    of these averages over all heads."""
+    """The sum over the heads of an AttentionPool (request.nets). Each head averages its values up
+    to a position, with softmax weights."""
 
     def __init__(self, num_heads: int) -> None:
-        #: For each head, the largest logit, and the next larger multiple of _STEP (the reference).
+        #: For each head, the largest logit, and the first multiple of _STEP at or above this logit
+        #: (the reference).
         self._top = np.full((2, num_heads), -np.inf)
         #: For each head, the sum of weights and the sum of weighted values. A weight is exp(logit -
         #: reference).

@@ -47,12 +47,12 @@ class SparseRows:
 
     @property
     def counts(self) -> Tensor:
-        """int64 [n]: the number of features at each position."""
+        """int64 [n]: the number of features, or of tokens of the lens, at each position."""
         return (self.indices >= 0).sum(1)
 
 
 def sparse_rows(asked: ResolvedFeatures, words: Tensor) -> SparseRows:
-    """The features in the numbers that a worker delivered.
+    """The features, or the tokens of a lens, in the numbers that a worker delivered.
 
     Args:
         words: float32 [n, num_values]. If a Strongest or a Likeliest computed the numbers, the

@@ -74,8 +74,9 @@ class Sums:
         xx: [width, width], the sum of x x^T; None without covariance.
         xy: [width], the sum of x y; None without targets.
         y, yy: the sum of the targets, and the sum of their squares; 0 without targets.
-        missing: How many selected rows were not added. The reason is that the device had no room,
-            or that the request's options differ from the options of the sums.
+        missing: How many selected rows are missing from at least one of the sums. The reason is
+            that the device had no room, that an error occurred, or that the request's options
+            differ from the options of the sums.
     """
 
     count: int
@@ -122,7 +123,8 @@ class Sums:
         """The sums over the rows of `self` and of `other`.
 
         Raises:
-            ValueError: the widths differ, or only one operand has sums of x x^T or of x y.
+            ValueError: the widths differ, or both operands have rows, and only one operand has
+                the sum of x x^T or of x y.
         """
         if self.x.shape != other.x.shape:
             raise ValueError(
@@ -152,8 +154,8 @@ class Sums:
         return found
 
     def to_bytes(self) -> bytes:
-        """The bytes of a safetensors file. Each attribute of Sums is a float64 tensor with the same
-        name."""
+        """The bytes of a safetensors file. Each attribute that is not None is a float64 tensor with
+        the attribute's name."""
         from safetensors.numpy import save
 
         numbers = {name: getattr(self, name) for name in ("count", "missing", "y", "yy")}

@@ -1,7 +1,7 @@
 """Displays of `watch`, which show a streaming answer as coloured tokens or as plain lines.
 
 `Coloured` is the display on a terminal. `Lines` is the display on anything else (a pipe, a file, a
-terminal without colours), and writes no control characters.
+terminal without colours), and writes no control characters except tabs and newlines.
 
 Each display has the methods `add(chunk)` and `end()`.
 """
@@ -39,8 +39,8 @@ class Scale:
     """Maps a probe's score to a colour, by sigmoid(slope * score + offset).
 
     Attributes:
-        calibrated: True if the sigmoid is the concept's probability. If `calibrated` is True, the
-            legend shows probabilities, otherwise scores.
+        calibrated: True if the sigmoid is the probability of the probe's concept. The legend then
+            shows probabilities, otherwise scores.
     """
 
     name: str

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 #: Exit statuses. READABLE: the configured sites can be read. UNREADABLE: the configured sites
 #: cannot be read. UNKNOWN: the command found no answer (an unknown model, wrong options, or not
-#: enough memory).
+#: enough memory), or an SAE or a lens cannot be used.
 READABLE, UNREADABLE, UNKNOWN = 0, 1, 2
 
 
@@ -78,7 +78,7 @@ def examine(
         reason = report.reason.replace("'vllm-scope doctor MODEL' says", "The table says")
         _say(console, f"{model} cannot be read", reason)
         if not report.sites:
-            console.print("It is served plainly. A request with reads is refused for this reason.")
+            console.print("vLLM serves the model, but refuses requests with reads for this reason.")
         if report.unread:
             console.print(
                 "But an engine that compiles the model can serve embed, resid_pre and resid_post, "
@@ -128,7 +128,7 @@ def _say_saes(console: Console, report: ModelReport, paths: Mapping[str, str]) -
 
 def _say_lenses(console: Console, report: ModelReport, paths: Mapping[str, str]) -> int:
     """Print how much device memory the maps of lenses take, and the digests of the lenses' files.
-    Returns UNKNOWN if a lens cannot be read, or if the lens is for another model."""
+    Returns UNKNOWN if a lens cannot be read, or if it is for rows of another width."""
     import torch
 
     from vllm_scope.lenses.linear import load_lens
@@ -140,8 +140,8 @@ def _say_lenses(console: Console, report: ModelReport, paths: Mapping[str, str])
             lens = load_lens(path, name=name)
             if lens.d_model != report.hidden_size:
                 raise ConfigError(
-                    f"{path} is of rows of {lens.d_model:,} numbers; this model's have "
-                    f"{report.hidden_size:,}."
+                    f"{path} is of rows of {lens.d_model:,} numbers; this model's rows "
+                    f"have {report.hidden_size:,}."
                 )
         except (ScopeError, OSError) as error:
             _say(console, f"the lens {name}", str(error))
@@ -156,7 +156,7 @@ def _say_lenses(console: Console, report: ModelReport, paths: Mapping[str, str])
 
 
 def _say_total(console: Console, what: str, mib: float, option: str) -> None:
-    text = f"{what}: {mib:.1f} MiB of each device; {option} is at least this much."
+    text = f"{what}: {mib:.1f} MiB of each device; {option} must be at least this much."
     console.print(text, soft_wrap=True)
 
 
@@ -203,7 +203,7 @@ def _say_changes(console: Console, found: Comparison) -> None:
 
 
 def sentence_of(error: Exception) -> str:
-    """The first sentence of an error of vLLM, Transformers or torch."""
+    """The first sentence of an error of vLLM, Transformers or torch. Some errors get advice."""
     reason = reason_of(error)
     if reason == type(error).__name__:
         return reason

@@ -51,8 +51,8 @@ def harvest(
     further: str | None,
     **options: Any,
 ) -> None:
-    """Run a harvest, and print one line at its end. An error is printed as one sentence on standard
-    error."""
+    """Run a harvest, and print one line at its end. After a ScopeError or Ctrl-C, the line is on
+    standard error, and the program ends with status 1 or 130."""
     from vllm_scope import harvest as run
 
     try:

@@ -64,7 +64,7 @@ def doctor(
 
     The exit status is 0 if an engine with these sites can read the model, 1 if
     the engine cannot read the model, and 2 if there is no answer (an unknown
-    model, wrong options, or no memory).
+    model, wrong options, or no memory) or an SAE or a lens cannot be used.
     """
     gc.disable()  # saves 1.5 s of 10 s; imported objects stay in memory anyway
     from vllm_scope.cli.doctor import examine
@@ -82,7 +82,7 @@ def doctor(
 
 
 def _paths(option: str, text: str | None) -> dict[str, str]:
-    """Parse a text such as "name=path,other=path": maps names to paths."""
+    """The paths by name, from a text such as "name=path,other=path"."""
     pairs = [] if text is None else [each.partition("=") for each in text.split(",")]
     for name, _, path in pairs:
         if not (name.strip() and path):
@@ -95,7 +95,7 @@ def _paths(option: str, text: str | None) -> dict[str, str]:
 @app.command()
 def read(
     prompt: str,
-    site: Annotated[str, typer.Option(help="As q, z ...: docs/sites.md.")] = "resid_post",
+    site: Annotated[str, typer.Option(help="A site, such as q or z.")] = "resid_post",
     layers: Annotated[
         str, typer.Option(help="Layers: all, or numbers such as 2,5 or 0-3.")
     ] = "all",
@@ -139,7 +139,7 @@ def harvest(
     context: Annotated[int | None, typer.Option(help="Most tokens of one prompt.")] = None,
     file_mib: Annotated[int, typer.Option(min=1, help="Size of a shard.")] = 256,
     fsync: Annotated[bool, typer.Option("--fsync", help="Wait for the disk.")] = False,
-    mode: Annotated[str, typer.Option(help="Of the files.")] = "600",
+    mode: Annotated[str, typer.Option(help="Permissions of the files.")] = "600",
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     dtype: Annotated[str | None, typer.Option(help="As vLLM's --dtype.")] = None,
     max_model_len: Annotated[int | None, typer.Option(min=2, help="As vLLM's.")] = None,
@@ -209,7 +209,10 @@ def watch(
     system: Annotated[str | None, typer.Option(help="The system message of the chat.")] = None,
     tokens: Annotated[
         str | None,
-        typer.Option(help="Tokens: all, prompt, generated, ... Default: as in the probe's file."),
+        typer.Option(
+            help="Tokens: all, prompt, generated, ... Default: generated if the probe was fitted "
+            "to generated tokens, otherwise all."
+        ),
     ] = None,
     url: Url = _LOCAL,
     api_key: ApiKey = None,
@@ -231,7 +234,7 @@ def watch(
 
 @app.command()
 def monitor(
-    url: Annotated[str, typer.Argument(envvar="VLLM_SCOPE_URL", help="Of the server.")] = _LOCAL,
+    url: Annotated[str, typer.Argument(envvar="VLLM_SCOPE_URL", help="The server's URL.")] = _LOCAL,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between requests.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one table, and end.")] = False,
     page: Annotated[Path | None, typer.Option(help="Write this .html file, and end.")] = None,

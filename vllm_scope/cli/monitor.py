@@ -41,8 +41,8 @@ def monitor(
     url: str, api_key: str | None, admin_key: str | None, interval: float, once: bool,
     page: Path | None = None,
 ) -> None:  # fmt: skip
-    """Show a server's monitors until Ctrl-C. If `once` is True or stdout is not a terminal, print
-    only one table.
+    """Show a server's monitors until Ctrl-C. If `once` is True, or stdout is not a terminal that
+    can refresh a table, print only one table.
 
     Args:
         interval: seconds between two requests to the server.
@@ -53,7 +53,7 @@ def monitor(
         from vllm_scope.client import ScopeClient
 
         if page is not None and page.suffix not in (".html", ".htm"):
-            raise ScopeError(f"--page is {page}; a page's name ends in .html.")
+            raise ScopeError(f"--page is {page}; a page's name must end in .html.")
         with ScopeClient(url, api_key, admin_key, timeout=_TIMEOUT_S) as client:
             found = look(client, url)
             if not found.monitors:

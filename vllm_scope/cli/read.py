@@ -1,4 +1,4 @@
-"""`vllm-scope read`: shows the rows of one prompt from a server, as a table and a file."""
+"""`vllm-scope read`: completes one prompt, shows a table of the rows, and can save the rows."""
 
 from __future__ import annotations
 

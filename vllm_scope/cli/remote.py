@@ -34,8 +34,8 @@ class Server:
 
 @contextmanager
 def asking(server: Server, console: Console) -> Iterator[ScopeClient]:
-    """Yield a client of the server. If the `with` block raises an error, print one sentence about
-    the error, and end the program with status 1."""
+    """Yield a client of the server. A ScopeError or an OSError in the `with` block ends the program
+    with status 1, after a sentence about the error (no sentence for a BrokenPipeError)."""
     try:
         from vllm_scope.client import ScopeClient, UnreachableError
     except ImportError as error:
@@ -53,7 +53,7 @@ def asking(server: Server, console: Console) -> Iterator[ScopeClient]:
 
 
 def sentence_of(error: Exception) -> str:
-    """The sentence to print for an error of this package, or for a system error about a file."""
+    """The sentence to print for an error of this package, a system error or an ImportError."""
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         return f"there is no file {error.filename}; give the path of one that is there."
     if isinstance(error, OSError) and error.filename is not None:
@@ -88,13 +88,15 @@ def layers_of(text: str) -> str | list[int]:
             raise ScopeError(f"layers are 'all', or numbers such as 2,5 or 0-3, not {text!r}.")
         some = range(int(first), int(last or first) + 1)
         if not some:
-            raise ScopeError(f"layers have {part!r}; the first number of a range is the smaller.")
+            raise ScopeError(
+                f"layers have {part!r}; the first number of a range must be the smaller."
+            )
         found += some
     return found
 
 
 def printable(text: str) -> str:
-    """A text whose control characters are escaped, except newlines and tabs."""
+    """A text whose characters are escaped if they are not printable, except newlines and tabs."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )

@@ -30,8 +30,8 @@ def _additions(module: str, scale: float) -> list[Action]:
     if Path(module).suffix not in (".safetensors", ".gguf", ".npz", ".json"):
         if Path(module).is_file():
             raise ScopeError(
-                f"{module} is no file of vectors, which ends in .safetensors, .gguf, .npz or "
-                ".json; give one, or the name of a module that the server holds."
+                f"{module} is no file of vectors; its name must end in .safetensors, .gguf, .npz "
+                "or .json. Give such a file, or the name of a module that the server holds."
             )
         return [Add(module, scale=scale)]
     return [

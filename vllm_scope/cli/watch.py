@@ -88,8 +88,8 @@ class Watched:
 
 
 def load(path: Path, layer: int | None, tokens: str | None, template: str) -> Watched:
-    """The probe of a file. The probe's name is the file's name. A .json file of the same name has
-    the probe's place. If there is no .json file, the place is `resid_post` at `layer`."""
+    """The probe of a file. The probe's name is the file's name without its suffix. A .json file of
+    this name has the probe's place. Without a .json file, the place is `resid_post` at `layer`."""
     weight, bias = read_weights(probe_path(path))
     beside = path.with_suffix(".json")
     if beside.exists():

@@ -162,7 +162,7 @@ class ScopeData(OverStreams, Counts):
         return self._find(site, layer, when).positions
 
     def tensor(self, site: str, layer: int | None = None, when: str | None = None) -> Tensor:
-        """The rows of a stream as a torch tensor, in the model's dtype.
+        """The rows of a stream as a torch tensor, in the dtype in which the server sent them.
 
         Raises:
             ImportError: torch is not installed.
@@ -189,9 +189,9 @@ class ScoredToken:
 
     Attributes:
         position: the token's position, counted from the prompt's first token.
-        scores: maps the name of a probe to the score. A score that is not finite is NaN. The
-            mapping is empty for the token that was sampled last, because the model never computes
-            the row of this token.
+        scores: maps the name of each probe that scored the token to the score. A score that is not
+            finite is NaN. The mapping is empty for the token that was sampled last, because the
+            model never computes the row of this token.
     """
 
     id: int
@@ -215,8 +215,8 @@ class Choice(_Generated):
 
     Attributes:
         scope: None if the request had no actions.
-        tokens: the generated tokens with their texts and scores, if the request has probes.
-            `tokens` is empty if the server sends no tokens.
+        tokens: the generated tokens with their texts and scores. `tokens` is empty if the request
+            has no probes, or if the scores are too many for the answer.
         stop_reason: the stop string, the stop token's id, or a sentence about the probe or the
             policy that stopped the choice, if finish_reason is "stop". `stop_reason` is None if the
             model ended the choice.
@@ -227,7 +227,8 @@ class Chunk(_Generated):
     """The new part of one choice.
 
     Attributes:
-        scope: the new scores, and also the new rows if the request wants rows in chunks.
+        scope: the new scores. With `scope_stream="rows"`, `scope` also has the new rows. Otherwise
+            only the last chunk has rows, which are all rows of the choice.
         tokens: the tokens whose scores have arrived. Each token is in one chunk only. The text of
             most of these tokens is in the chunk before this chunk. Empty without probes.
         stop_reason: as in a Choice. Only the last chunk has a stop_reason.

@@ -135,7 +135,7 @@ class Calls(Generic[StreamT]):
 
         Raises:
             SpecError: the request is wrong. CapacityError: the server has no room now.
-            ServerError: the server refused the request for another reason.
+            ServerError: the server refused the request for another reason, or failed.
             UnreachableError: the server did not answer. Every method can raise an UnreachableError.
         """
         if not isinstance(prompt, str | list | tuple):

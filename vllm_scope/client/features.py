@@ -96,8 +96,8 @@ def sparse_features(
     counts = [len(some) for some in indices]
     if len(counts) != len(tokens) or counts != [len(some) for some in values]:
         raise ScopeError(
-            f"the server sent features of {len(counts)} positions for {len(tokens)}, or indices "
-            "without values."
+            f"the server sent features of {len(counts)} positions where {len(tokens)} are "
+            "expected, or indices without values."
         )
     return SparseFeatures(
         np.repeat(tokens, counts),

@@ -92,7 +92,8 @@ class Frames:
         self._num_rest, self._needed = 0, 8
 
     def feed(self, data: bytes) -> list[Frame]:
-        """Add bytes of the stream; return the files that are complete now.
+        """Add bytes of the stream; return the files that are complete now and have an event. The
+        event [DONE] is not returned, but sets `done`.
 
         Raises:
             ScopeError: the bytes are not safetensors files.

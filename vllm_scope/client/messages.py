@@ -66,8 +66,8 @@ class Response:
             return self
         if self.location is not None:
             raise ServerError(
-                f"HTTP {self.status}: it is at {shown(self.location)}; give the server's own URL, "
-                "because keys are not sent to another URL.", self.status,
+                f"HTTP {self.status}: a redirect to {shown(self.location)}; give the server's own "
+                "URL, because keys are not sent to another URL.", self.status,
             )  # fmt: skip
         message = error_message(self.content)
         if self.status == 400:

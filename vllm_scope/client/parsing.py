@@ -178,7 +178,7 @@ def _there(found: Mapping[K, V | None]) -> dict[K, V]:
 
 def _named(found: Mapping[K, V], key: K, tensor: str) -> V:
     if key not in found:
-        raise ScopeError(f"the server's answer names the tensor {shown(tensor)} and has none.")
+        raise ScopeError(f"the server's answer names the tensor {shown(tensor)} but lacks it.")
     return found[key]
 
 
@@ -193,7 +193,7 @@ def parse_tokens(body: Mapping[str, object]) -> tuple[ScoredToken, ...]:
         found = msgspec.convert(given, list[TokenBody])
     except msgspec.ValidationError:
         raise ScopeError(
-            f"the server's tokens are not of id, text, position and scores: {shown(given)}."
+            f"the server's tokens must have id, text, position and scores; they are {shown(given)}."
         ) from None
     return tuple(
         ScoredToken(

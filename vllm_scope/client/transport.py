@@ -23,7 +23,7 @@ try:
 except ImportError as error:
     raise ImportError("the client needs httpx: pip install 'vllm-scope[client]'.") from error
 
-#: Seconds to wait for an answer. A long prompt on a busy server takes a long time.
+#: Seconds to wait for the next bytes. A long prompt on a busy server takes a long time.
 TIMEOUT_S = 600.0
 HttpT = TypeVar("HttpT", httpx.Client, httpx.AsyncClient)
 
@@ -58,7 +58,7 @@ class Events:
 def _check_done(events: Events | Frames) -> None:
     """Raises ServerError if the stream ended before the last event."""
     if not events.done:
-        raise ServerError("the stream ended before the answer did; send it again.", 200)
+        raise ServerError("the stream ended before the answer did; send the request again.", 200)
 
 
 class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
@@ -68,9 +68,9 @@ class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
     Args:
         base_url: the server's URL, with or without /v1.
         api_key: the key of vLLM's --api-key.
-        admin_key: the server's VLLM_SCOPE_ADMIN_KEY, for calls that change the engine.
+        admin_key: the server's VLLM_SCOPE_ADMIN_KEY, for calls that need the operator's key.
         model: one of the server's models; None for the server's first model.
-        timeout: the number of seconds for which the client waits for an answer.
+        timeout: how many seconds the client waits for a connection, or for the server's next bytes.
         binary: True to request binary answers. If an answer has rows, a binary answer costs the
             server only a fraction of the CPU time that a JSON answer costs.
         transport: an httpx transport, for tests and proxies.

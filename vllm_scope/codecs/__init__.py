@@ -1,7 +1,8 @@
 """Codecs encode rows as smaller named tensors (parts), and decode parts to rows.
 
 Owns:  CODECS, which are the codecs by name; `codec_from`, which makes a codec from metadata.
-Runs:  in any process. `encode` runs on the rows' device, and `decode` on the parts' device.
+Runs:  in any process. `encode` runs on the rows' device, and `decode` on the parts' device (zstd:
+       both on the CPU).
 To:    files, which stores the parts and the metadata.
 
 base.py    Codec: the contract, the options and the checks

@@ -69,8 +69,8 @@ class Codec(BaseModel):
         return tuple(part.name for part in self.row_parts)
 
     def prepare(self, device: torch.device) -> None:
-        """Make the tensors that `encode` needs on a device. After this call, `encode` does not wait
-        for the host."""
+        """Make the tensors that `encode` needs on a device. After this call, `encode` of a rowwise
+        codec does not synchronise with this device."""
 
     def metadata(self) -> dict[str, object]:
         """The codec's name, row size, dtype and options as JSON values. `codec_from` makes an equal
@@ -101,10 +101,11 @@ class Codec(BaseModel):
         return self._encode(rows)
 
     def decode(self, parts: Mapping[str, Tensor], num_rows: int) -> Tensor:
-        """The decoded rows, [num_rows, hidden_size] of the codec's dtype, on the parts' device.
+        """The decoded rows, [num_rows, hidden_size] of the codec's dtype, on the parts' device
+        (zstd: on the CPU).
 
         Raises:
-            ValueError: a part is missing, or does not have `num_rows` rows. Sizes are checked
+            ValueError: a part is missing, damaged, or of another shape or dtype. Sizes are checked
                 before any memory is allocated.
         """
         for name in self.part_names:

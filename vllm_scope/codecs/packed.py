@@ -69,7 +69,7 @@ def encoding_of(choice: CodecChoice, hidden_size: int, dtype: str, where: str) -
     """Make the Encoding for a caller's codec choice and the rows of one engine.
 
     Raises:
-        SpecError: an option does not fit rows of this size.
+        SpecError: an option is unknown, or its value is not allowed for rows of this size.
     """
     try:
         codec = make_codec(choice.name, hidden_size, getattr(torch, dtype), **dict(choice.options))
@@ -81,7 +81,7 @@ def encoding_of(choice: CodecChoice, hidden_size: int, dtype: str, where: str) -
 
 @lru_cache(maxsize=256)
 def packing_of(encoding: Encoding) -> Packing:
-    """Make the Packing of an Encoding. Raises ConfigError if the codec is unknown."""
+    """Make the Packing of an Encoding. Raises ConfigError if the codec or an option is wrong."""
     return Packing(codec_from(encoding.metadata))
 
 

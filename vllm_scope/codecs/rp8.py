@@ -1,7 +1,8 @@
 """A codec that projects each row to k numbers of one byte, by a random matrix.
 
-The projection changes inner products and distances by a relative error of about sqrt(2/k). The
-single values of a row cannot be recovered.
+The projection changes squared lengths and squared distances by a relative error of about sqrt(2/k),
+and an inner product by at most about sqrt(2/k) times the product of the two lengths. The single
+values of a row cannot be recovered.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from vllm_scope.codecs.scaled import dequantise, quantise, quantised_parts
 
 DEFAULT_K = 512
 #: The largest number of elements of a random matrix, also for codecs whose metadata come from
-#: files. To make the largest matrix takes at most 0.2 s and 32 MiB.
+#: files. The largest matrix has 32 MiB, and is made in less than half a second.
 MAX_PROJECTION = 1 << 23
 #: The largest number of random matrices that a process keeps in memory.
 MOST_KEPT = 16
@@ -57,8 +58,8 @@ class RandomProjection8(KeepsK):
 
     Attributes:
         k: the number of projections of each row. The default is the least of 512, hidden_size // 2
-            and MAX_PROJECTION // hidden_size. If k is near hidden_size, the pseudo-inverse
-            magnifies the rounding error, and then the codec `full8` is better.
+            and MAX_PROJECTION // hidden_size, but at least 1. If k is near hidden_size, the
+            pseudo-inverse magnifies the rounding error, and then the codec `full8` is better.
         seed: the seed of the random matrix R.
     """
 
@@ -75,7 +76,7 @@ class RandomProjection8(KeepsK):
         most = MAX_PROJECTION // self.hidden_size
         if self.k > most:
             raise ValueError(
-                f"k is {self.k}; for rows of {self.hidden_size} values it is at most {most}, "
+                f"k is {self.k}; for rows of {self.hidden_size} values it must be at most {most}, "
                 "take a smaller k"
             )
         return self

@@ -16,8 +16,8 @@ from vllm_scope.codecs.base import Codec, RowPart
 
 #: The smallest normal float32. A smaller scale would lose bits, or would be flushed to zero.
 _TINY = torch.finfo(torch.float32).tiny
-#: The smallest scale, as a fraction of the largest value of a row. float32 cannot hold smaller
-#: differences. The fraction is a power of two, so that a constant row is decoded exactly.
+#: The smallest scale, as a fraction of the largest absolute value of a row. float32 cannot hold
+#: smaller differences. The fraction is a power of two, so that a constant row is decoded exactly.
 _FINEST = 2.0**-23
 #: The range of a row is multiplied by this number, and not divided by 255, so that GPU and CPU
 #: compute the same scale (see `_Scaled._encode`).
@@ -58,8 +58,8 @@ class _Scaled(Codec):
 
 
 class Fp8(_Scaled):
-    """Stores values in float8_e4m3fn. Small values in a row with large values keep their
-    precision."""
+    """Stores values in float8_e4m3fn. A value keeps its relative precision if its absolute value is
+    at least 1/28,672 of the row's largest absolute value."""
 
     limit: ClassVar[float] = torch.finfo(torch.float8_e4m3fn).max
     q_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
@@ -97,8 +97,8 @@ def quantise(values: Tensor) -> dict[str, Tensor]:
 
 
 def dequantise(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """The values from which `quantise` made `q`, float32 [n, m]. If a row had NaN or infinity, the
-    whole row is NaN."""
+    """The values from which `quantise` made `q`, rounded, float32 [n, m]. If a row had NaN or
+    infinity, the whole row is NaN."""
     return (q.float() - zero) * scale
 
 

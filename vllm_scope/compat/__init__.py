@@ -13,8 +13,9 @@ bounds.py       limits of the values of a face's keys
 `out.scope.as_cache()` returns the rows under TransformerLens's names.
 
 Each face is a file or a folder of this folder, and uses the public API of vllm-scope. docs/faces.md
-lists how each face differs from the other system. A user of `extra_args` imports nothing. The
-package imports a face when a request first uses a key of the face.
+lists how each face differs from the other system. A user of `extra_args` imports nothing, because
+the package imports a face when a request first uses the face. An API server imports the faces of
+OVER_HTTP when it starts.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ KEYS: dict[str, tuple[str, ...]] = {
     "act_capture": (),
 }  # fmt: skip
 
-#: The attribute of an engine's VllmConfig that holds the hooks of all requests.
+#: The attribute of an engine's VllmConfig that holds the hooks that apply to all requests.
 PERSISTENT = "scope_persistent_hooks"
 #: The Python modules of this package whose attribute HTTP is an HttpFace.
 OVER_HTTP: tuple[str, ...] = ("vllm_lens.http", "steering_http.http")
 
 
 def register() -> None:
-    """Register the translators of each face's keys in this process."""
+    """Register the translator of each face's keys in this process."""
     from vllm_scope.engine.frontend import translators
 
     everywhere = {"act_capture": _captures_all, "vllm_lens": _hooks_all}

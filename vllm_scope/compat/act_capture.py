@@ -8,18 +8,18 @@ completion that has ended has a folder with manifest.json and one .npz file per 
     output.activation_manifest                  a dict, or None until the completion has ended
     load_manifest("acts/0~4f.../manifest.json").load(12)    # [num_positions, hidden]
 
-VLLM_ACT_CAPTURE   The value 1 turns capture on.
+VLLM_ACT_CAPTURE   The value 1, true, on or yes turns capture on.
 VLLM_ACT_MODE      The codec of the rows, which is rp8 (the default), full8 or topk8.
-VLLM_ACT_RP_K      How many numbers rp8 keeps for a row, by default half a row, but at most 512.
+VLLM_ACT_RP_K      How many numbers rp8 keeps for a row (docs/codecs.md has the default).
 VLLM_ACT_RP_SEED   The seed of the random projection of rp8, by default 0.
 VLLM_ACT_TOPK_K    How many values of a row topk8 keeps, by default 64.
 VLLM_ACT_RETURN    The value sharded (the default) or gathered, which is written to the manifest.
                    The files are the same for both values, because each rank has the whole stream.
 VLLM_ACT_OUTDIR    The root of the completions' folders, by default the folder activations.
 
-The front-end runs this code, and writes the files when a request ends. Row p of a file is the row
-of position p. The model never processes the token that was sampled last. Therefore no file has a
-row of this token. docs/codecs.md describes how much precision each mode loses.
+The front-end runs this code, and writes the files when a completion ends. If no row is missing, row
+p of a file is the row of position p. The model never processes the token that was sampled last.
+Therefore no file has a row of this token. docs/codecs.md describes the precision of each mode.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ Body = TypedDict(
 
 
 def translate(values: Mapping[str, object], sites: Sites) -> Translation:
-    """A Read of every layer, and a function that writes the files when the request ends.
+    """A Read of every layer, and a function that writes the files when a completion ends.
 
     Raises:
         SpecError: an environment variable has a wrong value.

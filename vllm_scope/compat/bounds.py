@@ -1,6 +1,6 @@
 """Checks the sizes of the values of a face's keys, before anything is built from these values.
 
-Owns:  Room (the counts of one request), and checks of lists, objects, JSON text and vectors.
+Owns:  Room, which limits the sizes of one request; checks of lists, objects, JSON text and vectors.
 Runs:  in the front-end. For HTTP requests, the event loop of the API server runs this code.
 To:    vllm_lens and steering_http.
 
@@ -32,7 +32,7 @@ _NO_NUMBERS = (str, bytes, list, tuple, Mapping)
 
 
 class Room:
-    """Counts the quantities in the keys of MOST for one request."""
+    """Counts what one request has of each key of MOST, and refuses a count above its limit."""
 
     def __init__(self) -> None:
         self._taken = dict.fromkeys(MOST, 0)
@@ -79,7 +79,8 @@ def parsed(value: object, where: str) -> object:
 
 
 def check_vector(value: object, size: int, room: Room, where: str) -> None:
-    """Raise SpecError if a list is not a vector of `size` numbers, or a 1-D array has another size.
+    """Raise SpecError if a list or a 1-D array has another length than `size`, if an item of a list
+    is a text, a list or an object, or if the request's lists have too many numbers.
 
     This check accepts values that are neither a list nor a 1-D array.
     """

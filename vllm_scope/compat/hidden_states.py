@@ -47,7 +47,7 @@ class Options:
         last_decode_token: capture only the last generated token that the model processes. The
             option captures this token even if `include_decode` is False.
         process_last_token: also process the token that was sampled last, in a second request. The
-            prefix cache has the other tokens of the second request. A request with edits cannot
+            prefix cache, if it is on, has most of the other tokens. A request with edits cannot
             use this option. `max_model_len` must leave room for one more token.
 
     Raises:
@@ -104,13 +104,14 @@ class Options:
 
 
 class HiddenStates(Mapping[int, Tensor]):
-    """Maps each layer to the rows that have arrived at this layer, [num_rows, d_model].
+    """Maps each layer to those of its rows that have arrived, [num_rows, d_model].
 
     Args:
         of_prompt: True for the rows of the prompt's tokens, False for those of generated tokens.
 
     Raises:
-        ScopeError: the caller accesses a layer when the request has ended and rows are missing.
+        ScopeError: the caller accesses a layer of a request that failed, or that ended with missing
+            rows.
     """
 
     def __init__(self, result: ScopeResult, layers: Sequence[int], *, of_prompt: bool) -> None:
@@ -159,7 +160,7 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
     """
     options = values[KEY]
     if not isinstance(options, Options):
-        raise SpecError(f"{KEY} is set by LLM and AsyncLLM of this module.")
+        raise SpecError(f"{KEY} must be set by LLM and AsyncLLM of this module.")
     numbers = Read(SITE, layers=options.layers).layer_numbers
     with called(WORDS):
         layers = [layer for _, layer in sites.find(SITE, numbers, "Read")]

@@ -3,8 +3,9 @@
     inspect eval task.py --model vllm-scope/Qwen/Qwen3-8B
     get_model("vllm-scope/any-name", model_path="toyworld/model", chat=False, max_model_len=256)
 
-vLLM (`AsyncLLM`) runs in child processes of this process, and batches the requests that Inspect
-sends at the same time. The `GenerateConfig.extra_body` of a request can have the following fields.
+vLLM's engine (`AsyncLLM`) starts child processes, which run the model. The engine batches the
+requests that Inspect sends at the same time. The `GenerateConfig.extra_body` of a request can have
+the following fields.
 
     extra_args      `vllm_scope.scope(...)`, or vllm-lens's keys
     lora_request    {"lora_name", "lora_int_id", "lora_path"}
@@ -114,7 +115,7 @@ class ScopeAPI(ModelAPI):
         self._number = 0
 
     def max_connections(self) -> int:
-        """How many requests Inspect sends at the same time. vLLM can queue some of them."""
+        """How many requests Inspect sends at most at the same time. vLLM can queue some of them."""
         return 256
 
     async def generate(
@@ -244,7 +245,7 @@ def _params(config: GenerateConfig, extra_args: Mapping[str, object] | None) -> 
 
     for name in REFUSED:
         if getattr(config, name, None):
-            raise SpecError(f"{name} is not given by this provider.")
+            raise SpecError(f"this provider does not support {name}; leave it out.")
     given = {ours: getattr(config, theirs) for theirs, ours in SAMPLING.items()}
     options = {name: value for name, value in given.items() if value is not None}
     # Without a limit of the caller, max_tokens=None lets generation continue to max_model_len.

@@ -51,10 +51,11 @@ def reading(spec: Mapping[str, object]) -> Solver:
 
 @metric
 def auroc() -> Metric:
-    """The metric AUROC: how often a sample with the concept scores higher than a sample without it.
+    """The metric AUROC, which compares samples with the concept and samples without the concept.
 
-    The metric is the share of such pairs of samples. A pair with equal scores counts as half a
-    pair. Random scores give about 0.5. If there are no pairs, the metric is NaN.
+    Each sample with the concept makes a pair with each sample without the concept. The metric is
+    the share of the pairs in which the sample with the concept has the higher score. A pair
+    with equal scores counts as half a pair. Random scores give about 0.5. Without pairs: NaN.
     """
 
     def measure(scores: list[SampleScore]) -> float:
@@ -76,7 +77,7 @@ def probe_scorer(
     """A scorer that compares a probe's decision with a sample's target.
 
     A sample with the target `positive` is correct if the probe's pooled score is above
-    `threshold`. Every other sample is correct if this score is not above `threshold`.
+    `threshold`. A sample with another target is correct if its score is not above `threshold`.
 
     Args:
         probe: the probe's name.

@@ -10,8 +10,9 @@ Row i of `hidden_states` is the residual stream of output token i. The model nev
 token that was sampled last. Therefore `hidden_states` has no row of this token. With
 `process_last_token=True`, a second request processes the token that was sampled last.
 
-Layer k has the values of Hugging Face's `hidden_states[k + 1]`. The values are on the CPU, in the
-model's dtype. A process can have any number of LLMs.
+Layer k has the values of Hugging Face's `hidden_states[k + 1]`, except that the last layer has the
+values before the final norm. The values are on the CPU, in the model's dtype. A process can have
+any number of LLMs.
 """
 
 from __future__ import annotations
@@ -129,10 +130,10 @@ class LLM(_Capturing, vllm.LLM):
 
 
 class AsyncLLM(_Capturing):
-    """An engine with one output for each token. An output has the rows that have arrived so far.
+    """An engine with one output for each token, or for several tokens if the caller is slow.
 
-    The row of a token arrives with the output of one of the next two tokens. The final output of
-    the request has all rows.
+    An output has the rows that have arrived so far. The row of a token arrives with the output of
+    one of the next two tokens. The final output of the request has all rows.
 
     Args:
         layers ... process_last_token: the fields of Options.
@@ -155,7 +156,7 @@ class AsyncLLM(_Capturing):
         lora_request: LoRARequest | None = None,
         **vllm_kwargs: object,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield one output for each token, or the outputs for which `output_kind` asks."""
+        """Yield the outputs of a request. `sampling_params.output_kind` has vLLM's meaning."""
         name = f"{KEY}-{next(self._numbers)}" if request_id is None else request_id
         stream = self.engine.generate(
             prompt, self.capture.params(sampling_params), name, lora_request=lora_request,

@@ -2,7 +2,7 @@
 
 policy.py          the protocols of a policy, and a policy's decisions about later tokens
 policy_options.py  the operator's options of policies, and the plugins of policies
-running.py         the running policy of one request
+running.py         the running policy of one completion
 activity.py        the findings of monitors, in the form for callers
 tally.py           counts the findings of one monitor, in bounded memory
 background.py      base classes of objects that all requests share and vLLM must not copy

@@ -79,8 +79,8 @@ class Found:
             monitor was set at the server's start.
         requests: number of completions that the monitor has scored.
         verdicts: number of completions with a value above the threshold.
-        not_finite: number of completions that are not in the histogram, as their value is not
-            finite.
+        not_finite: number of completions that are not in the histogram, because their largest value
+            is not finite.
         slices: the slices of the last ten minutes in the order of time, without empty slices.
         recent: the last verdicts. The newest verdict is first.
         escalations: the number of verdicts for the monitor's webhook, by the outcome of sending the

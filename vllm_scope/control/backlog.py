@@ -5,7 +5,7 @@ Runs:  in the front-end. `add` and `work_off` can be called on any thread.
 From:  engine.judge (completions whose verdicts must be counted).
 
 Promise: pieces of work are done one at a time, in the order in which they were added. Before the
-process ends, the waiting work is done. The thread releases the GIL between two pieces.
+process exits normally, the waiting work is done. Between two pieces, the GIL is released.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Backlog(Background):
     def __init__(self) -> None:
         super().__init__(NAME)
         self._waiting: deque[Callable[[], None]] = deque()
-        #: Set while the thread has work to do.
+        #: `add` sets this event. The thread clears the event before the thread does the work.
         self._came = threading.Event()
         #: Locked while a piece of work is removed from `_waiting` and done.
         self._working = threading.Lock()
@@ -56,7 +56,8 @@ class Backlog(Background):
             self._do_one()
 
     def work_off(self) -> None:
-        """Do all work that was added before this call, on the calling thread."""
+        """Do all work that was added before this call, on the calling thread. Work that another
+        thread has already begun is awaited."""
         for _ in range(len(self._waiting)):
             self._do_one()
             time.sleep(0)  # releases the GIL, so that other threads can run

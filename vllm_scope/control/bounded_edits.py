@@ -24,8 +24,8 @@ class BoundedEdits:
         max_step: maps the name of an Add to the largest change of its scale by one call of `moved`.
 
     Raises:
-        SpecError: a name in `bounds` or `max_step` has no edit, an edit with bounds is not an Add,
-            a scale is out of its bounds, or a step is not above 0.
+        SpecError: a name in `bounds` is not the name of an Add, bounds are not finite, a scale is
+            out of its bounds, a name in `max_step` has no bounds, or a step is not above 0.
     """
 
     edits: Mapping[str, Edit]
@@ -36,7 +36,7 @@ class BoundedEdits:
         for name, (lo, hi) in self.bounds.items():
             edit = self.edits.get(name)
             if not isinstance(edit, Add):
-                raise SpecError(f"bounds names {shown(name)}, which is no Add of edits.")
+                raise SpecError(f"bounds names {shown(name)}, which is not the name of an Add.")
             if not lo <= edit.scale <= hi or not math.isfinite(hi - lo):
                 raise SpecError(
                     f"bounds[{name!r}] is {shown((lo, hi))}, and the scale is {edit.scale:g}; the "
@@ -50,7 +50,7 @@ class BoundedEdits:
 
     @property
     def scales(self) -> dict[str, float]:
-        """The scales of the edits with bounds."""
+        """The scales of the edits with bounds, by the name of the edit."""
         bounded = ((name, self.edits[name]) for name in self.bounds)
         return {name: edit.scale for name, edit in bounded if isinstance(edit, Add)}
 
@@ -62,7 +62,8 @@ class BoundedEdits:
                 a new edit.
 
         Raises:
-            SpecError: a name in `to` has no edit, or a value in `to` has the wrong type.
+            SpecError: a name in `to` has no edit, or a value in `to` has the wrong type or is not
+                finite.
         """
         return replace(self, edits={**self.edits, **{n: self._moved(n, to[n]) for n in to}})
 

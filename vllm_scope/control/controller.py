@@ -84,8 +84,8 @@ Callback = Callable[[Sequence[Observation], Mapping[str, float]], Change | None]
 
 
 class ServerEdits(Protocol):
-    """The server-wide edits of an engine, as a spec. The methods can be called on any thread, and
-    can raise errors."""
+    """The server-wide edits of an engine, as a spec in JSON. The controller's thread calls `set`. A
+    thread that starts or closes the controller calls all methods. They can raise errors."""
 
     def get(self) -> str | None: ...
 
@@ -125,11 +125,12 @@ class Controller(Uncopied):
         clock: a function that returns the time in seconds. Tests use another clock.
 
     Attributes:
-        counts: number of calls, changes, failures, hangs and dropped observations so far.
+        counts: `calls` (of the callback), `changes`, `failures`, `hangs`, and `dropped`
+            observations. Each is a number since the controller was made.
 
     Raises:
-        SpecError: a name in `bounds` has no edit, an edit with bounds is not an Add, or a scale,
-            `rate` or `patience_s` is out of its bounds.
+        SpecError: `bounds` or `max_step` does not fit `edits` (as in BoundedEdits), or `rate` or
+            `patience_s` is out of its range.
     """
 
     def __init__(
@@ -263,8 +264,8 @@ class Controller(Uncopied):
     def _check_thread(self) -> None:
         if getattr(self._server, "on_its_loop", False):
             raise SpecError(
-                "this is the event loop of the controller's engine, which must not wait for it; "
-                "use 'async with', or await asyncio.to_thread(controller.close)."
+                "this is the event loop of the controller's engine, which must not wait for the "
+                "controller; use 'async with', or await asyncio.to_thread(controller.close)."
             )
 
     def _run(self) -> None:

@@ -20,7 +20,7 @@ class Start(NamedTuple):
 
     Attributes:
         request_id: the caller's id of the request.
-        completion: the index of the completion, if the request has several completions (`n`).
+        completion: the index of the completion; 0 if the request has one completion.
         num_prompt_tokens: the number of tokens of the prompt, which is also the position of the
             first generated token.
         options: the request's options, which `PolicyPlugin.check` has accepted.
@@ -65,9 +65,9 @@ class RunningPolicy(Protocol):
 
 class PolicyPlugin(Protocol):
     """The plugin of a policy. The plugin's entry point names a class with these methods, or a
-    function that returns an object with these methods. Each process calls the class or the function
-    one time, with the policy's own options as keyword arguments. If the call raises an error, the
-    engine does not start."""
+    function that returns an object with these methods. Each process that loads the policy calls the
+    class or the function one time, with the policy's own options as keyword arguments. If the call
+    raises an error, the engine does not start."""
 
     def check(self, options: Mapping[str, Any]) -> None:
         """If a request's options are not valid, raise ValueError with the reason as its text."""
@@ -86,7 +86,8 @@ class Decided(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         position: the position at which the policy decided.
         acts_from: the first position with the new scales, or None if there are no new scales.
-        scale, stop, flag: as in Decision.
+        scale: as in Decision, without the scales that the policy had already set.
+        stop, flag: as in Decision.
         error: the reason why the policy does not control this request any more, or None if the
             policy still controls the request.
     """

@@ -111,14 +111,15 @@ def parse_policies(body: object) -> dict[str, PolicyConfig]:
         body = {name: {} for name in body}
     if not isinstance(body, Mapping):
         raise ConfigError(
-            f"policies is {shown(body)}; it must be an object with a field for each policy."
+            f"policies is {shown(body)}; it must be an object with a field for each policy, or a "
+            "list of names."
         )
     return {name: _parse_one(name, one) for name, one in body.items()}
 
 
 def check_engine(policies: Mapping[str, PolicyConfig], num_stages: int, drafts: bool) -> None:
-    """Raises ConfigError if an engine has both policies and pipeline stages or speculative
-    decoding."""
+    """Raises ConfigError if an engine with policies has several pipeline stages or decodes
+    speculatively."""
     if policies and (num_stages > 1 or drafts):
         what = f"{num_stages} pipeline stages" if num_stages > 1 else "speculative decoding"
         raise ConfigError(

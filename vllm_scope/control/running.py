@@ -1,6 +1,6 @@
 """Calls a request's running policy with the request's scores, and checks its decisions.
 
-Owns:  Policies (a worker's policies), Steering (one request's running policy).
+Owns:  Policies (a worker's policies), Steering (the running policy of one completion).
 Runs:  in the worker whose output EngineCore reads, on the thread that makes the step's output.
 From:  worker.watch (the scores).   To: core.news (sends new scales to every rank), the request's
        result (decisions).
@@ -50,7 +50,7 @@ class Policies:
 
 
 class Steering:
-    """One request's running policy.
+    """The running policy of one completion.
 
     Args:
         names: the names of the edits whose scale the policy is allowed to set.
@@ -104,7 +104,7 @@ class Steering:
         """Convert a decision to Decided. Returns None if the decision changes nothing. Raises
         SpecError if the decision is not possible."""
         if not isinstance(decision, Decision):
-            raise SpecError(f"it returned {shown(decision)}; it returns a Decision or None")
+            raise SpecError(f"it returned {shown(decision)}; it must return a Decision or None")
         if not isinstance(decision.stop, bool):
             raise SpecError(f"Decision.stop is {shown(decision.stop)}; it must be true or false")
         if decision.flag is not None:
@@ -128,9 +128,9 @@ class Steering:
         return Decided(position, acts_from, new, decision.stop, decision.flag)
 
     def _new_scales(self, scales: object) -> dict[str, float]:
-        """The scales that differ from the scales in force."""
+        """The items of `scales` that differ from the scales that the policy has already set."""
         if not isinstance(scales, Mapping):
-            raise SpecError(f"Decision.scale is {shown(scales)}; it must be name to number")
+            raise SpecError(f"Decision.scale is {shown(scales)}; it must map names to numbers")
         unknown = [name for name in scales if name not in self._names]
         if unknown:
             raise SpecError(

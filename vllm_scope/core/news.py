@@ -1,9 +1,9 @@
 """The message that EngineCore sends to all workers with a step.
 
-Owns:  StepNews and Entrant (the message), `Told` (the specs and vectors that EngineCore has sent),
-       `Heard` (the specs and vectors that a worker has received).
-Runs:  `Told` in EngineCore, on the scheduler's thread. `Heard` is in every worker, on the main
-       thread.
+Owns:  StepNews and Entrant (the message), the class `Told` (EngineCore's record of the specs and
+       vectors that the workers store), the class `Heard` (the specs and vectors of one worker).
+Runs:  the class `Told` in EngineCore, on the scheduler's thread. The class `Heard` in every worker,
+       on the main thread.
 From:  engine.core.entry (resolved requests).   To: engine.worker.worker.
 
 Promise: all workers get the same news in the same order. Therefore EngineCore knows the specs and
@@ -40,15 +40,16 @@ class Entrant(msgspec.Struct, frozen=True):
         recipient: the request's Recipient. None if only the server's edits or global sinks apply to
             the request.
         spec: the number of the request's spec, in the StepNews of this step or of an earlier step.
-        columns: `RequestProgram.columns` if the request has edits or probes, or is unchecked. If
-            not, empty.
+        columns: `RequestProgram.columns` if the request has edits, probes, features or lenses, or
+            is unchecked. If not, empty.
         unchecked: True if the request can deliver more bytes in one step than its front-end has
             checked. The causes can be server-wide edits, modules, global sinks and codecs.
         logged: the request's range of the log of states.
-        scores: the digest of the probes if workers store scores with KV blocks. Otherwise empty.
-        cached: hashes of the request's first blocks whose KV comes from the cache. The workers
-            store the scores of these blocks.
-        block_size: number of tokens of a block.
+        scores: the digest of the probes if workers store the request's scores with its KV blocks.
+            Otherwise empty.
+        cached: hashes of the request's first blocks, whose KV comes from the cache. The workers
+            already store the scores of these blocks.
+        block_size: number of tokens of a block; 0 if `scores` is empty.
     """
 
     recipient: Recipient | None
@@ -86,8 +87,8 @@ class StepNews(msgspec.Struct):
         accepted: the number of accepted tokens of each running or ended request with Moments, by
             request id.
         resolved: the new specs before packing, by the number of the spec.
-        held: the programs of each entrant, by request id. `resolved` and `held` are for a worker in
-            EngineCore's process. A pickled StepNews does not contain `resolved` and `held`.
+        held: the held programs of entrants, by request id. `resolved` and `held` are for a worker
+            in EngineCore's process. A pickled StepNews does not contain `resolved` and `held`.
     """
 
     entrants: dict[str, Entrant] = {}

@@ -50,7 +50,7 @@ class Registry:
         self.server: str | None = None
         self.server_text: str | None = None
         self._vectors: dict[str, Vectors] = {}
-        #: The number of times that a name got or lost a module.
+        #: The number of calls that have registered or unregistered a name.
         self._num_changes = 0
         self._edits: tuple[ResolvedEdit, ...] = ()
         self.ahead = SentAhead()
@@ -69,7 +69,7 @@ class Registry:
 
         Raises:
             SpecError: a wrong name, malformed content, a vector whose size differs from the model's
-                rows, a vector of zeros, or too many names.
+                rows, a vector of zeros, a place that the engine does not tap, or too many names.
         """
         if not isinstance(data, bytes):
             raise SpecError(f"the module {shown(name)} came as {type(data).__name__}, not bytes.")
@@ -79,7 +79,8 @@ class Registry:
         sane = isinstance(name, str) and 0 < len(name) <= MAX_NAME
         if not sane or name.encode("utf-8", "ignore").decode() != name:
             raise SpecError(
-                f"a module's name is 1 to {MAX_NAME} characters that UTF-8 has, not {shown(name)}."
+                f"a module's name is 1 to {MAX_NAME} characters that UTF-8 can encode, not "
+                f"{shown(name)}."
             )
         if name not in self.names and len(self.names) >= MAX_MODULES:
             raise SpecError(f"{MAX_MODULES} modules are registered; remove some modules first.")
@@ -226,6 +227,6 @@ class _Held(ChainMap[bytes, Array]):
 
     def __missing__(self, digest: bytes) -> Array:
         raise UnheldError(
-            "the engine does not hold vectors that the request names by their digests; send it "
-            "again. The vectors are then sent with the request."
+            "the engine does not hold vectors that the request names by their digests; send the "
+            "request again. The vectors are then sent with the request."
         )

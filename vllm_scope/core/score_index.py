@@ -35,8 +35,8 @@ TURNS = 8
 #: Without this limit, on the host of an H100, the marking of the blocks of 128 requests that ended
 #: together delayed the last outputs by 3 ms.
 ENDS_A_STEP = 4
-#: If the scores of unmarked blocks take more than 1 / WAITING of `most_bytes`, all blocks are
-#: marked.
+#: If the scores of the ended requests' unmarked blocks take more than 1 / WAITING of `most_bytes`,
+#: all these blocks are marked.
 WAITING = 8
 #: The key of a block's scores: (block hash, digest of the probes).
 ScoreKey = tuple[bytes, bytes]
@@ -54,12 +54,13 @@ class ScoreIndex:
     def __init__(self, block_size: int, most_bytes: int, step_tokens: int = 1) -> None:
         self.block_size, self._step_tokens = block_size, step_tokens
         self._known: Remembered[ScoreKey, bool] = Remembered(most_bytes)
-        #: The number of first blocks that were cached or filled, by the id of a running request.
+        #: How many blocks, from the first on, were cached or filled, by id of a running request.
         self._told: dict[str, int] = {}
         #: For each running request with filled blocks, by id: (hashes of the request's blocks,
         #: digest of its probes, bytes of the scores of one block).
         self._chains: dict[str, tuple[Sequence[bytes], bytes, int]] = {}
-        #: The number of first tokens whose blocks can be stored, by the id of a running request.
+        #: How many tokens, from the first on, can have stored scores, by id of a running request.
+        #: Requests that `freeze` does not limit are not in this dict.
         self._frozen: dict[str, int] = {}
         #: The number of steps by which the news of a request's blocks of generated tokens is
         #: delayed, by the id of a running request. `_last_turn` is this number for the request that
@@ -102,9 +103,10 @@ class ScoreIndex:
         return [r for r in found if self._due_at.get(r) == self._step]
 
     def look_again(self, request_id: str, num_tokens: int) -> None:
-        """Set the step in which `due` returns a request again. If the known tokens fill another
-        block, `due` returns the request in the next step. Otherwise, `due` returns the request at
-        its turn after the first step that can fill another block.
+        """Set the step in which `due` returns a request again. If the next block needs fewer than
+        `step_tokens` more tokens, this is the next step. Otherwise, it is the request's turn after
+        the steps that can fill the block. If scores of the block must not be stored (`freeze`),
+        `due` does not return the request again.
 
         Args:
             num_tokens: the number of known tokens, to which a step adds at most `step_tokens`
@@ -123,13 +125,13 @@ class ScoreIndex:
     def num_known(self, hashes: Sequence[bytes], probes: bytes) -> int:
         """The number of blocks of a request before the first block without scores."""
         known = list(takewhile(self._known.__contains__, zip(hashes, repeat(probes))))
-        # The blocks are marked in reverse order, because the end of a chain of blocks must be
-        # dropped before the beginning. The end is useless without the beginning.
+        # The blocks are marked as used in reverse order, because the end of a chain of blocks must
+        # be dropped before the beginning. The end is useless without the beginning.
         self._known.use(reversed(known))
         return len(known)
 
     def num_told(self, request_id: str) -> int | None:
-        """The number of first blocks that were cached or filled. A new request has None."""
+        """How many blocks, from the first on, were cached or filled. None before `begin`."""
         return self._told.get(request_id)
 
     def may_fill(self, request_id: str, num_tokens: int) -> bool:
@@ -191,7 +193,7 @@ class ScoreIndex:
 
     @property
     def has_news(self) -> bool:
-        """True if `take_ended` or `take_forgotten` would return a result that is not empty."""
+        """If this is False, `take_ended` and `take_forgotten` return empty results."""
         return bool(self._forgotten or self._ended)
 
     def take_ended(self) -> dict[str, tuple[int, list[bytes]]]:

@@ -1,8 +1,8 @@
 """Vectors that front-ends have sent before the requests that use them.
 
 Owns:  SentAhead.
-Runs:  in EngineCore. `replace` runs on the main thread, and the other methods also run on the input
-       thread. The caller must hold a lock.
+Runs:  in EngineCore. The main thread calls `replace`, and the input thread reads `arrays`. The
+       caller must hold a lock.
 From:  engine.frontend.ahead.   To: registry (the vectors that a ticket names by digest).
 
 Promise: a front-end's vectors stay until the same front-end sends other vectors, or until other
@@ -74,8 +74,8 @@ class SentAhead:
         if len(held) < len(arrays) and not self._has_told:
             self._has_told = True
             logger.warning(
-                "vllm-scope: EngineCore holds %d MiB of monitors' weights; %d of %d weights exceed "
-                "this limit, and travel with each request. Take fewer or smaller monitors.",
+                "vllm-scope: EngineCore holds at most %d MiB of monitors' weights; %d of %d do not "
+                "fit, and travel with each request. Take fewer or smaller monitors.",
                 self._most_bytes >> 20, len(arrays) - len(held), len(arrays),
             )  # fmt: skip
         return held

@@ -49,7 +49,8 @@ class SumsRoom:
         """Allocate room for the sums of a request. If the request is refused, no room is allocated.
 
         Raises:
-            SpecError: the name has sums with other options, or the sums exceed `moments_mib`.
+            SpecError: a name has sums with other options, or the request's sums alone exceed
+                `moments_mib`.
             CapacityError: there is not enough free room, because of other sums.
         """
         with self._lock:
@@ -80,8 +81,8 @@ class SumsRoom:
         if whole > self._most:
             raise SpecError(
                 f"the request's Moments take {whole / 2**20:,.1f} MiB of the device; this engine "
-                f"has {self._most / 2**20:,.1f} ({OPTION}). Name fewer layers, take covariance "
-                "false, or start the engine with more."
+                f"has {self._most / 2**20:,.1f} ({OPTION}). Name fewer layers, set covariance "
+                "to false, or start the engine with more."
             )
         if self.num_bytes + more > self._most:
             raise CapacityError(
@@ -105,5 +106,5 @@ def _differs(i: int, one: ResolvedMoments, known: tuple[bool, bool]) -> str:
     return (
         f"moments[{i}] is called {shown(one.name)}, and the sums of that name have covariance "
         f"{'true' if covariance else 'false'} and {'a' if targets else 'no'} target; take the "
-        "same, or another name."
+        "same options, or another name."
     )

@@ -1,6 +1,7 @@
 """Lets a Controller read and change the server-wide edits of an engine.
 
-Owns:  `edits_of`, `flush`, and `configured` (the controller of a server).
+Owns:  `edits_of` (the ServerEdits of an engine), `flush` (sets the edits that wait), `configured`
+       (the controller of a server).
 Runs:  in the front-end.
 From:  controller.   To: engine.core.entry (remote calls), monitors (observations).
 
@@ -68,8 +69,8 @@ class _OfLlm(_Listening):
             waiting.clear()
             _set(self._engine, text)
             return
-        # If the edits are not valid, this check raises an error in the controller's callback.
-        # EngineCore checks the edits again later.
+        # If the edits are not valid, this check raises an error on the controller's thread, which
+        # counts a failure. EngineCore checks the edits again later.
         connection = connections.of(self._engine.output_processor)
         if connection is not None and text is not None:
             connection.resolve(Spec.from_json(text))
@@ -110,8 +111,8 @@ _waiting: Beside[deque[str | None]] = Beside()
 
 
 def configured(vllm_config: VllmConfig) -> Controller | None:
-    """Make the controller that a server's configuration names. The function of an entry point makes
-    it.
+    """Make the controller that a server's configuration names, by the function of its entry point.
+    None if the configuration names no controller.
 
     Raises:
         ConfigError: the entry point is missing, or its function does not return a Controller. The
@@ -125,7 +126,7 @@ def configured(vllm_config: VllmConfig) -> Controller | None:
     if name not in points:
         raise ConfigError(
             f"there is no controller {shown(name)}; installed are {', '.join(points) or 'none'}. "
-            f"It is a function in an entry point of the group {GROUP!r}."
+            f"A function in an entry point of the group {GROUP!r} makes a controller."
         )
     if vllm_config.parallel_config._api_process_count != 1:
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""Finds which sites of a model can be read: vLLM's worker builds the model, then installs taps.
+"""Finds which sites of a model can be read, by tapping a model that vLLM's worker has built.
 
 Owns:  `describe_model`, ModelReport, SiteReport.
 Runs:  in `vllm-scope doctor`, in one process. The model's modules are built without weights, on
-       torch's meta device. No memory for weights and no KV cache is allocated. No model is compiled
-       or run.
+       torch's meta device, or on the CPU if the constructor of the model computes with parameters.
+       No KV cache is allocated. No model is compiled or run.
 
 Promise: a layer is reported as readable only if `_tap` has installed the site's taps on the layer.
 """
@@ -42,9 +42,9 @@ LEAST_MEMORY = 0.01
 
 @dataclass(frozen=True)
 class SiteReport:
-    """The layers at which a site can be tapped, or (0,) for a site in MODEL_SITES. `reason` says
-    why the first layer that is not in `layers` cannot be tapped; None if all layers can be
-    tapped."""
+    """The layers at which a site can be tapped. A site in MODEL_SITES counts as a site of layer 0.
+    `reason` says why the first layer that is not in `layers` cannot be tapped, or why the layers
+    can be tapped only one at a time; None if all layers can be tapped together."""
 
     layers: tuple[int, ...]
     reason: str | None
@@ -92,7 +92,7 @@ def describe_model(
         sites: the sites to configure; None for the engine's default sites.
 
     Raises:
-        ConfigError: the sites are not valid.
+        ConfigError: the sites are not valid, or vLLM cannot import its code of the model.
         CompatError: vllm-scope does not support this version of vLLM, or a symbol that a wrapper
             needs is missing.
         Exception: the error of vLLM if vLLM cannot build the model, or if the device lacks the
@@ -105,7 +105,7 @@ def describe_model(
     vllm_config = _config_of(model, options)
     alone = vllm_config
     if vllm_config.parallel_config.world_size > 1:
-        # Every rank has the whole stream. Therefore it is enough to build one rank, on one device.
+        # Each tensor-parallel rank has the whole stream. Therefore one rank is enough.
         alone = _config_of(model, options | {"tensor_parallel_size": 1})
     with _worker(alone) as worker:
         return _report(worker, vllm_config, config)
@@ -147,8 +147,8 @@ def _say_import(error: ValueError) -> None:
             if isinstance(cause, ModuleNotFoundError) and package and find_spec(package) is None:
                 what = f"needs the package {package}, which is not installed; install it"
             else:
-                what = f"cannot be imported ({reason_of(cause)}); look for a package of a version "
-                what += "that this vLLM does not take"
+                what = f"cannot be imported ({reason_of(cause)}); look for a package whose version "
+                what += "this vLLM does not support"
             raise ConfigError(f"vLLM's code of {name} {what}.") from cause
 
 
@@ -288,7 +288,7 @@ def _widths(sites: Sites, vllm_config: VllmConfig) -> Widths:
 
 
 def _arena_mib(vllm_config: VllmConfig, config: ScopeConfig) -> float:
-    """The size of the arena that `ScopeWorker` allocates."""
+    """The size in MiB of the arena that `ScopeWorker` allocates."""
     sites = sites_of(vllm_config, config)
     captured = vllm_config.compilation_config.cudagraph_capture_sizes or [0]
     sizes = Sizes(

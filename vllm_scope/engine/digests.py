@@ -48,8 +48,9 @@ class Comparison:
 
     Attributes:
         version: the version of the installed vLLM.
-        release: the release in digests.json that is compared with the installed vLLM. The release
-            is `version` itself, or the last release before `version`.
+        release: the release in digests.json that is compared with the installed vLLM: the last
+            release that is not newer than `version`. If all releases are newer, it is the first
+            release. If `version` is not a valid version, it is the last release.
         is_new: True if digests.json does not contain the installed version.
     """
 

@@ -109,7 +109,7 @@ def check_engine(engine: Engine) -> None:
             raise SpecError(
                 "hooks are Python functions, which are arbitrary code, and this engine "
                 f"{reason}. Read, Probe, Add, Ablate, Clamp and Replace of vllm_scope run "
-                "everywhere: docs/faces.md has one for each use."
+                "everywhere: docs/faces.md names the action for each use."
             )
 
 
@@ -185,7 +185,9 @@ class StepFunctions:
 def _check(found: object, rows: Tensor) -> None:
     if not isinstance(found, Tensor) or found.shape != rows.shape:
         what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise SpecError(f"it returned {what}; None or a tensor of {list(rows.shape)} is expected.")
+        raise SpecError(
+            f"it returned {what}; it must return None or a tensor of {list(rows.shape)}."
+        )
 
 
 def _write(stream: Tensor, hidden: Tensor, residual: Tensor | None) -> None:

@@ -1,7 +1,8 @@
 """Finds a model's decoder layers, and checks whether taps support the model in this engine.
 
 Owns:  the code that finds sites, layers and taps from vLLM's configuration and module classes.
-Runs:  in every worker after load. EngineCore runs the parts that need only the configuration.
+Runs:  in every worker after load. The parts that need only the configuration also run in
+       EngineCore, and in the process that makes the configuration.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from vllm_scope.sinks.router import GLOBAL
 CONNECTORS_BY_HASH = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 
 
-#: The features with which rows would be wrong: the attribute of VllmConfig, its value if the
-#: feature is off, and the feature's name. Some versions of vLLM do not have all of these
-#: attributes.
+#: For each feature of vLLM with which rows would be wrong: an attribute of VllmConfig, the value of
+#: this attribute if the feature is off, and the feature's name with the reason. Some versions of
+#: vLLM do not have all of these attributes.
 _UNFIT: tuple[tuple[str, object, str], ...] = (
     ("parallel_config.use_ubatching", False,
      "dual batch overlap (each half reads the plan from row 0)"),
@@ -65,7 +66,8 @@ def hidden_size_of(vllm_config: VllmConfig) -> int:
 
 
 def sites_of(vllm_config: VllmConfig, config: ScopeConfig) -> Sites:
-    """The sites and layers that have taps in this engine, because the configuration names them.
+    """The sites and layers that have taps in this engine. The configuration names all of them,
+    except the guard (Sites.guard).
 
     Raises:
         ConfigError: the model does not have a configured layer, or this engine cannot tap a site.
@@ -92,7 +94,7 @@ def global_reads(config: ScopeConfig, sites: Sites) -> Resolved:
     """The reads that global sinks add to every request.
 
     Raises:
-        SpecError: this engine does not tap a site that these reads name.
+        SpecError: this engine does not tap a site or a layer that these reads name.
     """
     reads = [
         replace(read, to=GLOBAL + name)
@@ -104,7 +106,8 @@ def global_reads(config: ScopeConfig, sites: Sites) -> Resolved:
 
 
 def check_engine(vllm_config: VllmConfig) -> None:
-    """Raises CompatError if this engine uses a feature of vLLM with which rows would be wrong."""
+    """Raises CompatError if this engine uses a feature of vLLM with which rows would be wrong, or
+    if the model is a pooling model."""
     for path, off, reason in _UNFIT:
         found: object = vllm_config
         for name in path.split("."):
@@ -148,8 +151,8 @@ def supposed_anatomies_of(
         unread: the reason why the parser does not understand the source.
 
     Raises:
-        CompatError: taps do not support this engine or this model, or a later forward can take
-            another branch of the code.
+        CompatError: taps do not support this model, or a later forward can take another branch of
+            the code than the checked forward.
     """
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
     from vllm.config import CompilationMode

@@ -28,8 +28,8 @@ Key = tuple[str, int, str]
 Found = dict[Key, Sums]
 #: A remote call, as its name and its arguments.
 _Call = tuple[str, tuple[object, ...]]
-#: A generator that yields remote calls. The caller makes each call, and sends the workers' answers
-#: to the generator, by replica and worker.
+#: A generator that yields remote calls. The caller makes each call, and sends the answers to the
+#: generator: a list for each replica, with the answer of each of the replica's workers.
 _Asking = Generator[_Call, list[list[Any]], Any]
 
 
@@ -43,13 +43,13 @@ def _one(name: str, key: Key) -> Generator[_Call, list[list[Any]], Sums]:
     replies = yield "scope_moments", (name, *key)
     some = [one for replica in replies for one in replica if one is not None]
     if not some:
-        raise SpecError(f"there are no sums called {shown(name)} at {key} any more.")
+        raise SpecError(f"there are no sums called {shown(name)} at {key}.")
     try:
         return Sums.total([Sums.of_packed(msgspec.convert(one, Packed)) for one in some])
     except ValueError as error:
         raise SpecError(
             f"the replicas disagree on the sums called {shown(name)} at {key}: {error} Drop them, "
-            "and give all requests of a name the same covariance, and all a target or none."
+            "and give all requests of a name the same covariance, and a target to all or to none."
         ) from None
 
 
@@ -62,7 +62,7 @@ def _every(name: str) -> Generator[_Call, list[list[Any]], Found]:
         known = sorted({str(held) for some in replies for one in some for held in one})
         raise SpecError(
             f"there are no sums called {shown(name)}; this engine has: "
-            f"{', '.join(map(shown, known[:8])) or 'none'}. A name has sums after its first row."
+            f"{', '.join(map(shown, known[:8])) or 'none'}. A name has sums after a row was added."
         )
     return found
 
@@ -98,19 +98,20 @@ async def _run_async(engine: AsyncLLM, asking: _Asking) -> Any:
 
 
 def moments_of(engine: LLMEngine, name: str) -> Found:
-    """The sums that requests have named `name`, by place and label. A row of a running request is
+    """The sums that requests have named `name`, by place and label. The row of a generated token is
     added to the sums after the request's next token is accepted.
 
     Raises:
-        SpecError: there are no sums with this name. The message lists names that have sums.
+        SpecError: there are no sums with this name (the message lists names that have sums), or the
+            sums of the replicas cannot be added.
     """
     found: Found = _run(engine, _every(name))
     return found
 
 
 def drop_moments_of(engine: LLMEngine, name: str) -> bool:
-    """Drop the sums of a name, and free their memory. Requests that still run add no more rows to
-    these sums. Returns False if the name had no sums."""
+    """Drop the sums of a name, and free their memory for other sums. Requests that still run add no
+    more rows to sums of this name. Returns False if the name had no sums."""
     return bool(_run(engine, _dropped(name)))
 
 
@@ -132,6 +133,6 @@ async def keys_of_async(engine: AsyncLLM, name: str) -> list[Key]:
 
 async def one_of_async(engine: AsyncLLM, name: str, key: Key) -> Sums:
     """The sums of a name at one place and with one label. Raises SpecError if there are no such
-    sums."""
+    sums, or if the sums of the replicas cannot be added."""
     found: Sums = await _run_async(engine, _one(name, key))
     return found

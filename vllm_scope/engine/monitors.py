@@ -9,9 +9,10 @@ From:  config (`monitors`), server.shared, server.peers.   To: frontend.translat
 A monitor is a probe with a threshold. In a request, the probe of the monitor NAME has the name
 `monitor/NAME`.
 
-Promise: a monitor causes no error in a request. If the model does not support a configured monitor,
-the engine does not start. If the model does not support a monitor that an operator sets later, the
-monitor is refused.
+Promise: if the model does not support a configured monitor, the engine does not start. If the model
+does not support a monitor that an operator sets later, the monitor is refused. Therefore a monitor
+causes an error in a request only if the monitors and the request's own actions together need more
+room than the engine has.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from vllm_scope.server.peers import Peers
 from vllm_scope.server.shared import Shared
 from vllm_scope.vectors.probe_weights import from_safetensors
 
-#: The possible actions of a monitor when its value is above the threshold.
+#: The possible actions of a monitor when the value of its probe is above the threshold.
 ACTIONS = ("flag", "stop", "escalate")
 MOST_MONITORS = 64
 #: The part of error texts that says where `file` and `url` are allowed.
@@ -97,7 +98,7 @@ def parse(name: str, body: object) -> Monitor:
             address that gets each verdict. `after` names another monitor, which is the first stage.
 
     Raises:
-        SpecError: `body` is malformed. The error names the monitor and the field.
+        SpecError: `body` or the file is malformed. An error in `body` names the monitor.
         OSError: the file cannot be read.
     """
     where = f"monitors[{name!r}]"
@@ -197,7 +198,7 @@ def configured(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
     """The monitors with which the engine starts.
 
     Raises:
-        ConfigError: a monitor is malformed.
+        ConfigError: a monitor is malformed, or a monitor's file cannot be read.
     """
     config = config_of(vllm_config)
     try:
@@ -207,8 +208,8 @@ def configured(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
 
 
 def told(vllm_config: VllmConfig) -> dict[str, dict[str, object]]:
-    """The fields of each monitor as JSON, without the probe's weights, by the name of the
-    monitor."""
+    """The fields of each monitor as JSON, without the weight and the bias of its probe, by the name
+    of the monitor."""
     found = {}
     for monitor in monitors_of(vllm_config):
         body = monitor.probe.to_json()
@@ -370,8 +371,8 @@ _peers: Beside[Peers] = Beside()
 
 
 def _peers_of(vllm_config: VllmConfig) -> Peers | None:
-    """Exchanges counts with the other API server processes; None if there are no other
-    processes."""
+    """The engine's Peers, which exchanges counts with the other API server processes; None if there
+    are no other processes."""
     if (shared := _shared(vllm_config)) is None:
         return None
     config = weakref.ref(vllm_config)
@@ -387,7 +388,7 @@ def _peers_of(vllm_config: VllmConfig) -> Peers | None:
 
 def activity_of(vllm_config: VllmConfig) -> dict[str, Found]:
     """The findings of each monitor in all API server processes, by the name of the monitor. The
-    counts of other processes can be one second old."""
+    counts of other processes can be about one second old."""
     own = tallied(monitors_of(vllm_config))
     peers = _peers_of(vllm_config)
     texts = [] if peers is None else peers.others()
@@ -408,8 +409,8 @@ _listeners: Beside[Callable[[Observation], None]] = Beside()
 
 
 def listen(vllm_config: VllmConfig, tell: Callable[[Observation], None] | None) -> None:
-    """Call `tell` with the monitors' findings in each completion that ends. If `tell` is None, the
-    calls to the earlier function stop.
+    """Call `tell` with the monitors' findings in each completion of requests that enter later. If
+    `tell` is None, requests that enter later call no function.
 
     Raises:
         SpecError: the engine already has a controller.
@@ -432,7 +433,8 @@ def _everywhere(vllm_config: VllmConfig) -> Mapping[str, object] | None:
     return {_KEY: (monitors, _listeners.of(vllm_config), _peers_of(vllm_config))}
 
 
-#: A caller cannot send this key, because it is not among the registered keys, and has a space.
+#: The key of the values that `_everywhere` gives to `_translate`. A caller cannot send such values,
+#: because the key is not among the registered keys.
 _KEY = "scope monitors"
 
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: The largest number of requests and tokens in the engine, as a multiple of the largest number in
-#: one step. With this multiple, the scheduler never waits for the next prompt.
+#: The engine takes prompts while it has fewer requests and fewer tokens than this multiple of the
+#: largest numbers in one step. With this multiple, the scheduler never waits for the next prompt.
 _AHEAD = 4
 #: The time in seconds between two checks whether EngineCore is alive.
 _LOOK_S = 0.5
@@ -55,7 +55,7 @@ class OfflineEngine:
     Raises:
         SpecError: `model` is neither a name nor an LLM; or `model` is an LLM, and there are
             options; or an engine for the named model would have no tap for one of the reads. In
-            this case, no engine is started.
+            all three cases, no engine is started.
         ScopeError: vLLM cannot start.
     """
 
@@ -174,7 +174,7 @@ class OfflineEngine:
 
         Raises:
             SpecError: the engine cannot deliver these reads.
-            CompatError: vllm-scope is switched off.
+            CompatError: vllm-scope is switched off, or is not installed where the engine runs.
             ScopeError: the LLM has running requests, or vLLM refuses a prompt, or the engine dies.
         """
         from vllm import SamplingParams

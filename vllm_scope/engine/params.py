@@ -35,7 +35,7 @@ def has_ticket(sampling_params: object) -> bool:
 
 
 def ticket_of(sampling_params: Any) -> Ticket | None:
-    """The ticket of a request with taps; None for a request without taps."""
+    """The ticket in the parameters of a request; None if the parameters contain no ticket."""
     if not has_ticket(sampling_params):
         return None
     return Ticket.decode(sampling_params.extra_args[TICKET])
@@ -69,7 +69,7 @@ def dedicated(sampling_params: Params) -> Params:
     vLLM makes a deep copy, which takes 20 us. This time is a third of the front-end's time for a
     request without a scope. This function also copies lists, sets and dicts, if their items are
     plain values. Parameters with values of other types are returned unchanged, and vLLM copies
-    them.
+    them. Parameters that vLLM does not copy (`skip_clone`) are also returned unchanged.
     """
     if sampling_params.skip_clone:
         return sampling_params
@@ -105,8 +105,8 @@ def asks(params: object) -> bool:
 
 
 def names_module(text: object) -> bool:
-    """False only if a spec certainly names no steering module. To save time, this function searches
-    the text of the spec, and does not parse the text."""
+    """False only if a spec certainly names no steering module, or if `text` is not a string. To
+    save time, this function searches the text of the spec, and does not parse the text."""
     return isinstance(text, str) and _has_name(text)
 
 
@@ -127,5 +127,6 @@ def params_of(
 
 
 def concerns(params: object, engine: Engine) -> bool:
-    """True if the request has a spec, or keys of a translator."""
+    """True if the request has a spec, or keys of a translator, or if a translator applies to every
+    request (as for monitors)."""
     return asks(params) or bool(translators.applying(params, engine.vllm_config))

@@ -87,9 +87,10 @@ def checking_sites(check: Callable[[Sites], object]) -> Iterator[None]:
 
 
 def wrap_engine_args() -> None:
-    """Store the whole configuration in additional_config, from which workers and the key of vLLM's
-    compile cache take it. If a file is missing, or the model lacks a site or layer, an error is
-    raised before vLLM starts a process."""
+    """Wrap EngineArgs.create_engine_config. The wrapper stores all options of this package in
+    additional_config, where the workers and the key of vLLM's compile cache find them. If a file is
+    missing, or the model lacks a site or layer, the wrapper raises an error before vLLM starts a
+    process."""
     from vllm_scope.engine.frontend import requests
     from vllm_scope.engine.model import sites_of
 
@@ -116,8 +117,8 @@ def wrap_engine_args() -> None:
 
 
 def wrap_log() -> None:
-    """Remove the options of sinks and policies from the arguments that vLLM logs, because some of
-    these options are secret."""
+    """Wrap the function that prepares vLLM's arguments for the log. The wrapper hides values of the
+    options of sinks and policies that can be secret (sinks.options.without_secrets)."""
 
     def redact(
         original: Callable[..., dict[str, object]], args: dict[str, object]

@@ -2,7 +2,7 @@
 
 Owns:  `refusal`, `busy` and `named` (make errors that vLLM's server turns into HTTP answers); the
        code that carries an error from EngineCore to the caller.
-Runs:  in EngineCore (input thread) and in the front-end.
+Runs:  in EngineCore and in the front-end. The wrapper runs on EngineCore's input thread.
 
 If EngineCore refuses a request, vLLM's output says only that the request ended with an error.
 This file puts the error's text into the output's `stop_reason`, which vLLM leaves empty for errors.
@@ -47,8 +47,8 @@ def busy(sentence: str, kind: type[CapacityError] = CapacityError) -> CapacityEr
 
 
 class Refusing(AbstractContextManager[None]):
-    """In the `with` block, SpecErrors and CapacityErrors become errors that `refusal` or `busy`
-    make.
+    """In the `with` block, a SpecError becomes an error of the class `refusal()`, and a
+    CapacityError becomes an error that `busy` makes.
 
     Args:
         paths: the caller's words for the parts of the spec (translators.in_words).
@@ -67,7 +67,8 @@ class Refusing(AbstractContextManager[None]):
 
 
 def named(error: ScopeError, where: str) -> ScopeError:
-    """An error whose text begins with `where`, which names the prompt, such as "prompts[3]"."""
+    """A SpecError or CapacityError with `where` at the beginning of the text. `where` names the
+    prompt, such as "prompts[3]". Other errors are returned unchanged."""
     sentence = f"{where}: {error}"
     if isinstance(error, SpecError):
         return refusal()(sentence)

@@ -135,7 +135,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     ),
     "exceptions": (_uses("VLLMValidationError"), _uses("GracefulHTTPError")),
     "utils.network_utils": (_uses("get_ip"),),
-    # LLM. If this list has a class in two modules, the first that exists is wrapped.
+    # LLM. If this list names a method in two modules, the first of them that exists is wrapped.
     "entrypoints.common.offline": (
         _wraps("OfflineInferenceMixin._render_and_add_requests", "prompts params"),  # since 0.32
     ),
@@ -305,8 +305,8 @@ CONTRACT: tuple[Seam, ...] = tuple(
 )
 
 
-#: Maps vLLM's configuration to our part as the user gave it, and to the same part after parsing.
-#: Our part of the configuration is parsed only once, because each request needs this part.
+#: Maps an engine's VllmConfig to two forms of this package's part: as in additional_config, and
+#: parsed. The part is parsed only once, because each request needs the parsed form.
 _parsed: Beside[tuple[object, ScopeConfig]] = Beside()
 
 

@@ -26,7 +26,8 @@ from vllm_scope.errors import SpecError, shown
 from vllm_scope.sinks.metrics import count_escalation
 
 logger = logging.getLogger("vllm.vllm_scope")
-#: The largest number of verdicts that can wait, and the timeout of one HTTP request in seconds.
+#: The largest number of verdicts that can wait, and the longest time in seconds that an HTTP
+#: request waits for the next bytes from the address.
 MOST_WAITING, TIMEOUT_S = 1024, 5.0
 
 
@@ -43,7 +44,7 @@ class Webhook(Background):
         self._waiting: queue.Queue[tuple[bytes, Callable[[], object] | None]] = queue.Queue(
             MOST_WAITING
         )
-        #: `tell` counts "dropped". The webhook's thread counts the other outcomes.
+        #: `tell` counts "dropped". The webhook's thread counts "sent" and "failed".
         self._ended = dict.fromkeys(OUTCOMES, 0)
         #: This lock is held while a verdict changes from waiting to ended, so that `outcomes` never
         #: counts the same verdict twice.

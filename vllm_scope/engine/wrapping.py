@@ -1,7 +1,8 @@
 """Replaces symbols of vLLM by wrappers, after a check that each symbol fits its wrapper.
 
 Owns:  `wrap`, `exists`, `require`, `owners`, `check_version`.
-Runs:  in every process of an engine, once, before the engine is created.
+Runs:  in every process of an engine, once, before the engine is created. In a worker with Model
+       Runner V1, the sampler is wrapped later, when the runner gets its taps.
 From:  seams.CONTRACT.
 
 Promise: an engine does not start if a wrapped symbol is missing, or does not have a parameter that
@@ -35,13 +36,14 @@ def wrap(name: str, wrapper: Callable[..., object]) -> None:
             arguments of the call.
 
     Raises:
-        CompatError: the symbol is missing, or its parameters do not fit the wrapper's parameters.
+        CompatError: the symbol is missing or lacks a parameter that CONTRACT names, or the wrapper
+            does not accept one of the symbol's parameters.
     """
     replace_in(owners(name), name.rpartition(".")[2], _find(name).parameters, wrapper)
 
 
 def exists(name: str) -> bool:
-    """True if the installed vLLM has a symbol of CONTRACT. This function imports the symbol's
+    """True if the installed vLLM has this symbol of CONTRACT. This function imports the symbol's
     module."""
     return _exists(_find(name))
 
@@ -53,8 +55,8 @@ def require(*names: str) -> None:
 
 
 def owners(name: str) -> list[type | ModuleType]:
-    """The objects in which `wrap` replaces a symbol of CONTRACT: the class of a method, or the
-    modules that have a function.
+    """The objects in which `wrap` replaces a symbol of CONTRACT. For a method, this is the class of
+    the method. For a function, these are all modules that contain the function.
 
     Raises:
         CompatError: one of these objects is missing.
@@ -90,12 +92,13 @@ def replace_in(
     """Replace a function in all its owners by the same wrapped function.
 
     Args:
-        owners: the class of a method, or the modules that have the function.
-        parameters: names that the function's signature must have.
+        owners: for a method, the class of the method. Else the modules that contain the function.
+        parameters: names of parameters that the function must have.
         wrapper: the same as for `wrap`.
 
     Raises:
-        CompatError: an owner has no such function, or its parameters do not fit the wrapper's.
+        CompatError: an owner has no such function, or the function lacks one of `parameters`, or
+            the wrapper does not accept one of the function's parameters.
     """
     for owner in owners:
         _original(owner, name)

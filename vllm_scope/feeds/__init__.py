@@ -1,7 +1,7 @@
 """Sends mixed rows of a data set to a trainer on the engine's host, through shared memory.
 
-Runs:  the engine's front-end runs in a process that the feed starts. If the caller gave an LLM, the
-       front-end runs on a thread of the trainer's process.
+Runs:  the engine's side runs in a process that the feed starts. If the caller gave an LLM instead
+       of a model's name, the engine's side runs on a thread of the trainer's process.
 
 `vllm_scope.stream` calls `start_feed` in start.py.
 

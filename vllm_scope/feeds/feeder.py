@@ -64,7 +64,8 @@ def feed(
         memory: the file descriptor of the memfd with the shared memory.
 
     Raises:
-        ScopeError: a setting is wrong, or rows are missing.
+        ScopeError: a setting is wrong, no document can be read, rows are missing, or the engine has
+            died.
         EOFError: the trainer has closed the feed or is gone.
     """
     engine.settings(reads)  # raises an exception if a layer has no tap
@@ -166,7 +167,7 @@ def run(
     """
     try:
         documents = find_documents(dataset, settings.column, None, settings.split, settings.config)
-        # Import here, because this module imports vLLM, which takes seconds.
+        # Import here, because `engine.offline` imports vLLM, which takes seconds.
         from vllm_scope.engine.offline import OfflineEngine
 
         with closing(OfflineEngine(model, options, reads)) as engine:
@@ -185,7 +186,7 @@ def _watch(channel: Channel, started: threading.Event) -> None:
 
     If the engine is still starting, interrupt the start. If the engine runs, `feed` raises EOFError
     and `run` closes the engine. If this process does not end within _PATIENCE_S seconds, kill this
-    process.
+    process and its child processes.
     """
     channel.wait_for_end()
     if not started.is_set():

@@ -3,8 +3,9 @@
 Owns:  Field, SharedRows.
 Runs:  the feeder writes rows and `num_written`. The trainer reads rows and writes `num_taken`.
 
-The memory is a memfd, which has no name in a file system. The kernel frees the memory when both
-processes have ended. The trainer makes the memfd with size 0. The feeder inherits the memfd.
+The memory is a memfd, which has no name in a file system. The kernel frees the memory when no
+process has the memfd open or mapped. The trainer makes the memfd with size 0. The feeder inherits
+the file descriptor.
 
 Promise: the feeder writes a row into its slot before `num_written` counts the row. The trainer
 copies a batch before `num_taken` counts the batch. Rows and counters are written with plain store

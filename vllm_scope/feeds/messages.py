@@ -42,7 +42,8 @@ class Order(msgspec.Struct, frozen=True):
     """The input of a feed. The engine's process gets the order on its standard input.
 
     Attributes:
-        dataset: the path or the name of a data set, or a list of texts, of token ids or of rows.
+        dataset: the path or the name of a data set. Or a list of texts, of lists of token ids or of
+            rows, which are dicts.
         scope: the reads as a spec, in JSON.
         engine: the arguments of LLM.
     """
@@ -88,8 +89,8 @@ class Channel:
 
     Args:
         parent: if the process at the other end is the parent of this process, the process id of the
-            parent. Else None. Other child processes of the parent may keep the other end open after
-            the parent has ended.
+            parent. Else None. With this id the channel notices that the parent has ended, even if
+            another child process of the parent keeps the other end open.
     """
 
     def __init__(self, end: socket.socket, parent: int | None = None) -> None:
@@ -100,7 +101,7 @@ class Channel:
         return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def send(self, message: Message) -> None:
-        """Send a message. Raises EOFError if the other end is closed."""
+        """Send a message. Raises EOFError if one end is closed."""
         try:
             self._end.send(msgspec.json.encode(message))
         except OSError as error:
@@ -110,7 +111,7 @@ class Channel:
         """The next message. None if no message arrives within `wait_s`.
 
         Raises:
-            EOFError: the other end is closed.
+            EOFError: one end is closed, or the process `parent` has ended.
         """
         try:
             ready, _, _ = select.select([self._end], [], [], wait_s)

@@ -39,8 +39,9 @@ class Mix:
         self.num_mixed, self.num_drawn = num_slots // 2, 0
         self._size = batch_size
         self._random = np.random.default_rng(seed)
-        #: The slot of row n is at index n % `num_slots`. Row n gets the slot that becomes free as
-        #: the n-th slot.
+        #: The slot of row n is at index n % `num_slots`. The first `num_slots` rows get the slots
+        #: in ascending order. A later row n gets the slot of the drawn row n - `num_slots`. Drawn
+        #: rows are counted from 0, in the order of the batches.
         self._slots = np.arange(num_slots)
         #: Slots of the rows from which a batch is drawn. The last batch took the slots at the
         #: indices `_holes` of the pool.
@@ -49,13 +50,13 @@ class Mix:
 
     @property
     def num_needed(self) -> int:
-        """Number of rows that must be written before the next batch is drawn."""
+        """Total number of rows that must be written before the next batch is drawn."""
         return self.num_mixed + self.num_drawn * self._size
 
     @property
     def num_writable(self) -> int:
-        """Number of rows that the feeder may write before the next batch is drawn. Further rows
-        must wait for a free slot."""
+        """Total number of rows that the feeder may write before the next batch is drawn. Further
+        rows must wait for a free slot."""
         return len(self._slots) + self.num_drawn * self._size
 
     def slots(self, start: int, stop: int) -> Ints:

@@ -46,8 +46,8 @@ _DEATH_S, _END_S = 5.0, 40.0
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of some tokens. The tensors belong to the caller, and the feed does not change the
-    tensors later.
+    """The rows of `batch_size` tokens. The last batch may have fewer tokens. The tensors belong to
+    the caller, and the feed does not change the tensors later.
 
     Attributes:
         token_ids: int32 [batch_size].
@@ -79,7 +79,8 @@ class RowFeed:
 
     Attributes:
         num_rows: number of rows in the batches returned so far.
-        num_skipped: number of texts and contexts that were skipped. 0 until the feeder ends.
+        num_skipped: number of texts and contexts that were skipped. 0 until the feed has read the
+            feeder's last message, which happens at one of the last batches.
     """
 
     def __init__(self, channel: Channel, memory: int, settings: Settings, feeder: Feeder) -> None:
@@ -100,7 +101,8 @@ class RowFeed:
 
         Raises:
             StopIteration: all rows were taken, or the feed was closed.
-            ScopeError: a setting is wrong, or the engine has died.
+            ScopeError: the feed has failed, for example because a setting is wrong, or the engine
+                has died.
         """
         if not self._finalizer.alive:
             raise StopIteration
@@ -147,7 +149,7 @@ class RowFeed:
             num_rows = 0 if self._memory is None else self._memory.num_written
             raise ScopeError(
                 f"the process of the engine has died{_how(self._feeder)} after {num_rows} rows; "
-                "what it printed has the reason. Start the feed again."
+                "the output of that process says why. Start the feed again."
             )
         return message
 

@@ -3,9 +3,10 @@
 Owns:  `start_feed` (`vllm_scope.stream` calls this function).
 To:    feeder (a process, or a thread if the caller gave an LLM), row_feed.
 
-The engine and the trainer run in two processes. In one process they would share a GIL, and would
-slow each other down. The engine's process is started as a command. multiprocessing is not used,
-because it needs `if __name__ == "__main__"` in the caller's script.
+If the caller gives the name of a model, the engine and the trainer run in two processes. In one
+process they would share a GIL, and would slow each other down. The engine's process is started as a
+command. multiprocessing is not used, because it needs `if __name__ == "__main__"` in the caller's
+script.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from vllm_scope.harvests.start import check_reads
 from vllm_scope.request.actions import Read
 from vllm_scope.request.spec import scope
 
-#: The arguments with which Python starts the engine's process.
+#: The first arguments with which Python starts the engine's process. Three numbers follow.
 COMMAND = ("-m", "vllm_scope.feeds.feeder")
 
 

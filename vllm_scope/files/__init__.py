@@ -1,6 +1,6 @@
-"""Writes captured rows to disk when requests end, and reads such rows. Needs no engine.
+"""Writes the rows of ended requests to files, and reads these files. Needs no engine.
 
-Runs:  the writer runs in the process that drains rows. The reader runs in any process.
+Runs:  writers run in a sink's worker or in a harvest's process. Readers run in any process.
 
 An engine's sink calls `open_writer`. An analysis calls `open`.
 

@@ -1,4 +1,4 @@
-"""Imports pyarrow, which only exports of captured rows need."""
+"""Imports pyarrow, which only exports of rows and features need."""
 
 from __future__ import annotations
 

@@ -96,7 +96,8 @@ class CapturedRequest:
         """The rows of some positions, in the order of the argument `positions`.
 
         Raises:
-            KeyError: a stream or a position was not captured.
+            KeyError: the stream, or one of the positions, was not captured.
+            FileError: the file is damaged.
         """
         stored = self.stored((site, layer))
         captured = stored.positions
@@ -150,7 +151,8 @@ class CapturedRequest:
         return self.token_ids[self.manifest.num_prompt_tokens :]
 
     def stored(self, stream: SiteLayer) -> StoredStream:
-        """An object from which the caller can read single rows of the stream. Raises KeyError."""
+        """An object from which the caller can read single rows of the stream. Raises KeyError,
+        FileError."""
         if stream not in self._piece_of:
             known = ", ".join(map(stream_name, self.keys())) or "none"
             raise KeyError(f"{stream!r} was not captured; captured are {known}")
@@ -183,8 +185,8 @@ def _codec(stream: IndexedStream, where: str) -> Codec:
 
 
 def _merge(pieces: Sequence[Piece]) -> IndexedRequest:
-    """One manifest for all pipeline stages of a request. If the file of a stage is missing, the
-    status is `partial`."""
+    """One manifest for all pipeline stages of a request, with the worst of their statuses. If the
+    file of a stage is missing, `partial` replaces the status `ok`."""
     first = pieces[0].manifest
     if first.num_stages == 1:
         return msgspec.structs.replace(first, files=[pieces[0].name])

@@ -82,7 +82,7 @@ def card_of(
 
 
 def _escaped(text: str) -> str:
-    """The text with a backslash before each special character. The result has no characters with a
+    """The text with a backslash before each special character, so that no character has a special
     meaning in Markdown or HTML."""
     return re.sub(r"([\\`*_{}\[\]()<>#|~!&])", r"\\\1", text)
 
@@ -93,4 +93,4 @@ def _exact(stored: Sequence[str], dtype: str) -> str:
         return "each number has the same bits as in the captured files"
     if dtype == "float32":
         return "each number equals the captured number, which float32 can represent"
-    return "each number is rounded, and finite numbers beyond 65,504 became 65,504"
+    return "each number is rounded, and finite numbers beyond ±65,504 became ±65,504"

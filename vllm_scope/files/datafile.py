@@ -28,7 +28,7 @@ def read_index(folder: Folder, name: str) -> Index | None:
     """The index of a data file. None if another program wrote the file.
 
     Raises:
-        FileError: the file is damaged.
+        FileError: the file is damaged or cannot be read.
     """
     file, size = folder.open(name)
     with file:
@@ -45,7 +45,7 @@ def read_index(folder: Folder, name: str) -> Index | None:
 
 
 def _read_index(file: BinaryIO, start: int, num_bytes: int, name: str) -> Index:
-    """The index in these bytes of a file. Raises FileError."""
+    """The index in `num_bytes` bytes of a file, from byte `start` on. Raises FileError."""
     if num_bytes > MAX_INDEX_BYTES:
         raise FileError(
             f"{name} has an index of {num_bytes} bytes; an index has at most {MAX_INDEX_BYTES}."
@@ -112,11 +112,14 @@ class NpzFile:
         wanted = {str(real).removeprefix("torch."): real for real in BITS}
         real = wanted.get(self._dtypes[name])
         if real is None or BITS[real] != tensor.dtype:
-            raise FileError(f"{self._name}: {shown(name)} cannot be {shown(self._dtypes[name])}.")
+            raise FileError(
+                f"{self._name}: array {shown(name)} cannot have the dtype "
+                f"{shown(self._dtypes[name])}, which its index names."
+            )
         return tensor.view(real)
 
 
-#: The offset of an array's bytes in the file, its shape and its dtype.
+#: For one array: the offset of its bytes in the file, its shape and its dtype.
 _Member = tuple[int, tuple[int, ...], np.dtype]
 
 

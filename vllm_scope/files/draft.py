@@ -58,7 +58,7 @@ def export_speculators(
             an earlier version of this package wrote the files, the last of `streams` is not
             checked.
         KeyError: a place was not captured.
-        ConfigError: pyarrow is missing.
+        ConfigError: pyarrow is missing, or `streams` is not a list of (site, layer).
     """
     pa = arrow()
     requests, widths = chosen(capture, streams)
@@ -93,7 +93,8 @@ def export_speculators(
 
 
 def _check_last(requests: Sequence[CapturedRequest], stream: SiteLayer) -> None:
-    """Raise FileError if `stream` is not `resid_post` of the model's last layer."""
+    """Raise FileError if `stream` is not `resid_post` of the model's last layer. A request whose
+    file does not have the number of layers is not checked."""
     for num_layers in {request.manifest.num_layers for request in requests} - {None}:
         assert num_layers is not None
         if stream != (last := ("resid_post", num_layers - 1)):

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Dtype = Literal["float32", "float16"]
 #: The type of a column, as `datasets` writes it in JSON.
 _Feature = dict[str, object]
-#: Number of bytes of a batch. Offsets in Arrow's lists have 32 bits and allow much larger batches.
+#: Largest number of bytes of the float32 rows in a batch. A batch has at least one token.
 _BATCH_BYTES = 64 << 20
 
 
@@ -63,16 +63,18 @@ def export_dataset(
     """Write a dataset with one row per token, and a card (README.md). Returns the number of rows.
 
     The columns are `request`, `position`, `token_id` and one column `site.layer` for each stream.
-    You must fill in the license in the card. float32 rows equal the captured rows, because float32
-    has every number of the other dtypes.
+    Requests that lack one of the streams are left out. You must fill in the license in the card.
+    float32 rows equal the captured rows, because float32 has every number of the other dtypes.
 
     Args:
         folder: an empty folder, or the path of a new folder.
         dtype: the dtype of the exported rows. The dtype cannot be bf16, because Arrow has no bf16.
 
     Raises:
-        FileError: the folder is not empty, or the streams of a request have different positions.
-        ConfigError: pyarrow is missing, or `streams` is not a list of (site, layer).
+        FileError: the folder is not empty, a file cannot be read or written, the streams of a
+            request have different positions, or the rows of one stream have different widths.
+        ConfigError: pyarrow is missing, `streams` is not a list of (site, layer), or `dtype` is
+            unknown.
         KeyError: a stream was not captured.
     """
     pa = arrow()

@@ -5,9 +5,9 @@ Runs:  the process that writes rows calls `stored_features`. Any process may cal
 To:    sinks.filesystem (writes), captured (reads).
 
 In a file, the features with the name NAME are stored as the stream `NAME.features`. The rows of the
-stream are float32 [n, 2 * places]. A row has first the numbers of its features, then the values of
-its features. A place without a feature has the number -1. float32 can represent every feature
-number up to 2^24 = 16,777,216.
+stream are float32 [n, 2 * places]. A row has first the indices of its features, then the values of
+these features. A place without a feature has the index -1. float32 can represent every index up to
+2^24 = 16,777,216.
 """
 
 from __future__ import annotations

@@ -39,9 +39,9 @@ def export_features(capture: Capture, path: str | Path, name: str) -> int:
     """Write the features of all requests as a sparse matrix in Parquet. Returns the number of rows.
 
     A row is one active feature of one token. The columns are `request` (the uid in the manifest),
-    `position`, `token_id`, `index` and `value`. The rows are sorted by request and position. At one
-    position, the row of the strongest feature comes first. A token without an active feature has
-    one row whose `index` and `value` are null.
+    `position`, `token_id`, `index` and `value`. The requests are in the order of `capture`. The
+    rows of a request are sorted by position. At one position, the row of the strongest feature
+    comes first. A token without an active feature has one row whose `index` and `value` are null.
 
     Args:
         name: the name of the features, `Features(..., name=...)`. Features without a name have the

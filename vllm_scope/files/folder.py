@@ -19,11 +19,11 @@ SUFFIXES = (".safetensors", ".npz")
 
 
 class Folder(Protocol):
-    """Files below a root, which can be read. Several threads may call the methods at the same
+    """The data files below a root, for reading. Several threads may call the methods at the same
     time."""
 
     def names(self) -> list[str]:
-        """The names of the data files, in sorted order, with `/` between the names of folders."""
+        """The names of the data files, in sorted order. A name is a path relative to the root."""
         ...
 
     def open(self, name: str) -> tuple[BinaryIO, int]:
@@ -51,7 +51,8 @@ class LocalFolder:
         if self._only is not None:
             return [self._only]
         found: list[str] = []
-        # Links are not followed. Hidden files are left out, because they are not complete.
+        # `os.walk` does not follow links to folders. Hidden files and folders are left out, because
+        # their files are not published yet.
         for folder, folders, names in os.walk(self._root):
             folders[:] = [name for name in folders if not name.startswith(".")]
             below = Path(folder).relative_to(self._root)

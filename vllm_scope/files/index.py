@@ -24,7 +24,7 @@ Status = Literal["ok", "partial", "error"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 
 FORMAT = 1
-#: Largest size in bytes of an index that is read. Writers make only smaller indexes.
+#: Largest size in bytes of an index that is read. The index of a usual file is much smaller.
 MAX_INDEX_BYTES = 1 << 30
 #: Largest number of pipeline stages in an index. Engines have fewer stages, but a damaged index may
 #: contain any number.
@@ -61,14 +61,16 @@ class RequestRecord:
         dropped: number of rows that were lost.
         status: `ok`, `partial` (rows are missing) or `error`.
         reason: None if the status is `ok`.
-        tag: the folder with the request's file. Requests with the same tag share a folder.
-        name: the name that the caller gave the request. The files of an earlier request with the
-            same owner, tag and name are replaced.
+        tag: the name that the caller gave to a group of requests. With the layouts `per_request`
+            and `npz`, the files of requests with the same tag share a folder.
+        name: the name that the caller gave the request. With the layouts `per_request` and `npz`,
+            the files of an earlier request with the same owner, tag and name are replaced.
         uid: an id that is unique among all requests. All stages and completions of a request have
             the same uid.
         child: index of the completion if the request has n > 1.
         stage, num_stages: index of the pipeline stage of these rows, and number of stages.
-        owner: the request's owner, as letters and digits. "" if all files have the same owner.
+        owner: a digest of the API key of a request over HTTP. "" for other requests, at sinks in
+            `global_sinks`, and if `key_folders` is false.
         documents: the spans in the prompt of a harvested request, in order. Else empty.
         num_layers: the model's number of layers. None: not known.
     """
@@ -106,7 +108,7 @@ class IndexedStream(msgspec.Struct, frozen=True):
         shape: the shape of the decoded rows, (num_rows, hidden_size).
         dtype: the dtype of decoded rows.
         codec: the metadata from which `codecs.codec_from` makes the codec.
-        file: the name of the file, in the folder of the manifest.
+        file: the name of the file, in the folder of the index.
         first: the index of the request's first row in the file's stream.
         features: for a stream of features, the features that were read. Other streams, and files
             from earlier versions, lack this field.
@@ -124,7 +126,8 @@ class IndexedRequest(msgspec.Struct, frozen=True):
     """The stored data of one request.
 
     Attributes:
-        files: names of the files, in the folder of the manifest.
+        files: names of the files, in the folder of the index. In `CapturedRequest.manifest`, the
+            names are relative to the opened folder.
         streams: the request's streams, by `site.layer`.
         number: the request's index in the file.
         first_token: the index of the request's first token in the file's token ids.
@@ -168,8 +171,8 @@ class Index(msgspec.Struct, frozen=True):
     """The requests of one file.
 
     Attributes:
-        dtypes: the dtype of each tensor that npz stores as bits of another dtype, by the tensor's
-            name.
+        dtypes: the dtype of each tensor whose bits the layout `npz` stores with another dtype, by
+            the tensor's name.
     """
 
     layout: Literal["per_request", "packed", "sharded", "npz"]
@@ -196,7 +199,7 @@ class Index(msgspec.Struct, frozen=True):
                 raise FileError(
                     f"{where}: its index says stage {shown(manifest.stage)} of "
                     f"{shown(manifest.num_stages)}; stages count from 0, and there are at most "
-                    f"{MAX_STAGES}. It is damaged."
+                    f"{MAX_STAGES}. The file is damaged."
                 )
         return index
 

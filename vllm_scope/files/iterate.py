@@ -2,11 +2,11 @@
 
 Owns:  `iter_rows`, which also decides the order of shuffled rows.
 
-Disks are slow at many small reads. Therefore `iter_rows` does not permute single rows of the whole
-data set. Instead, `iter_rows` permutes runs of neighbouring rows, and reads POOL_RUNS runs as one
-pool. Batches take the rows of a pool in random order. The kernel reads the runs of a pool into the
-page cache before the runs are used. Each row is copied one time, from the page cache into its
-batch.
+Disks are slow at many small reads. To shuffle rows, `iter_rows` therefore does not permute single
+rows of the whole data set. Instead, `iter_rows` permutes runs of neighbouring rows, and reads
+POOL_RUNS runs as one pool. Batches take the rows of a pool in random order. If the rows have no
+codec, the kernel reads the runs of a pool into the page cache before the runs are used. Each row is
+then copied one time, from the page cache into its batch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ RUN_ROWS = 128
 POOL_RUNS = 256
 #: After the caller has dropped batches, the memory of at most this many batches is kept for reuse.
 _KEPT_BATCHES = 4
-#: Largest number of files that are mapped at the same time. The page tables of the kernel take
-#: 1/512 of the mapped bytes.
+#: Largest number of stored streams that stay mapped from pool to pool. The kernel's page tables
+#: take 1/512 of the mapped bytes that were read.
 _MOST_MAPPED = 512
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -73,8 +73,8 @@ def iter_rows(
 
 
 def _joined(stored: Sequence[StoredStream]) -> list[StoredStream]:
-    """The streams. If the rows of some streams follow each other in a shard, these streams are
-    joined to one stream."""
+    """The streams that have rows. If the rows of some streams follow each other in a shard, these
+    streams are joined to one stream."""
     spans: list[StoredStream] = []
     for stream in stored:
         together = spans[-1].joined(stream) if spans else None
@@ -146,15 +146,17 @@ def _shuffled(
 class _Pool:
     """The rows of some runs. Encoded rows are decoded. Rows without a codec stay in mapped files.
 
-    One call copies rows of many files into a batch.
+    Because all rows are entries of the one tensor `memory`, one call of torch copies rows of many
+    files into a batch.
 
     Args:
-        mapped: a function. For the index of a span without a codec, the function returns all rows
-            of the span.
+        mapped: a function that returns all rows of the span with this index. The function is called
+            only for spans without a codec.
 
     Attributes:
-        memory: all memory from the first to the last row, uint8 [bytes, bytes of a row]. Entry i
-            begins at byte i, therefore entries overlap. Only the runs' bytes are read.
+        memory: all memory from the row with the lowest address to the row with the highest address,
+            uint8 [bytes, bytes of a row]. Entry i begins at byte i, therefore entries overlap. Only
+            the runs' bytes are read.
         starts: the index of each row's first byte in `memory`, int64 [rows].
         kept: the tensors whose memory `memory` uses. The tensors exist as long as the pool.
     """

@@ -1,6 +1,6 @@
 """Makes file names from the names that callers give their requests.
 
-Owns:  `clean` (makes a name that is safe on every file system from any string), `digest`, `place`.
+Owns:  `clean` (turns any string into a name that is safe on every file system), `digest`, `place`.
 
 Promise: a name from `clean` has no path separator and at most MAX_CHARS characters. The name does
 not begin with a dot, and is not a name that Windows reserves. Two different strings get different
@@ -23,8 +23,8 @@ _OURS = (".json", ".safetensors", ".npz", ".")
 
 
 def clean(text: str) -> str:
-    """If the string is safe, the string itself. Else the safe characters of the string, followed by
-    `~` and a digest."""
+    """If the string is safe, the string itself. Else the beginning of the string, with `_` instead
+    of unsafe characters, followed by `~` and a digest of the whole string."""
     if _PLAIN.fullmatch(text) and not _RESERVED.fullmatch(text) and not text.endswith(_OURS):
         return text
     safe = re.sub(r"[^A-Za-z0-9_-]+", "_", text)[: MAX_CHARS - 20]
@@ -39,10 +39,10 @@ def digest(text: str) -> str:
 def place(record: RequestRecord) -> str:
     """The path of a request's file, below the root and without its suffix.
 
-    If the request has a name, the path depends only on owner, tag and name. A later request with
-    the same owner, tag and name replaces the file. If the request has no name, the path has a
-    digest of the uid. Every engine counts request ids from zero. Without the digest, a second run
-    would overwrite earlier files.
+    If the request has a name, the path depends only on owner, tag, name, completion and pipeline
+    stage. A later request with the same owner, tag and name replaces the file. If the request has
+    no name, the path has a digest of the uid. Every engine counts request ids from zero. Without
+    the digest, a second run would overwrite earlier files.
     """
     stem = clean(record.name) if record.name is not None else clean(record.request_id)
     if record.name is None:

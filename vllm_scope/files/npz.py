@@ -3,7 +3,7 @@
 The arrays are the same as in `per_request`. numpy has no dtypes for bf16 and fp8. Therefore the
 bits of bf16 values are stored as int16, and the bits of fp8 values are stored as uint8. The index
 has the original dtypes. The index is in the archive, as the array `vllm_scope` (JSON as bytes), and
-in a file in the same folder.
+in a `.json` file in the same folder.
 """
 
 from __future__ import annotations

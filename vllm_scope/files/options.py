@@ -60,7 +60,7 @@ class FileOptions(BaseModel):
     @classmethod
     def _readable_by_its_owner(cls, mode: str) -> str:
         if not re.fullmatch(r"0?6[0246][0246]", mode):
-            raise ValueError("it must be 6 and two of the digits 0, 2, 4, 6, such as '640'")
+            raise ValueError("it must be 6 and two digits, each 0, 2, 4 or 6, such as '640'")
         return mode
 
     @property
@@ -73,8 +73,8 @@ class FileOptions(BaseModel):
 
     @staticmethod
     def parse(body: object) -> FileOptions:
-        """The checked options. Raises ConfigError if an option is wrong. The text has the option,
-        its value, and the allowed values."""
+        """The checked options. Raises ConfigError if an option is wrong. The text of the error has
+        the option, its value, and the allowed values."""
         if not isinstance(body, Mapping):
             raise ConfigError(f"the file options are {shown(body)}; they must be an object.")
         options = checked(FileOptions, body, "file option ")

@@ -21,7 +21,8 @@ from vllm_scope.files.publish import Publisher, Write, write_bytes
 from vllm_scope.files.stored import FileLayout, FinishedRequest, Stored, published
 from vllm_scope.files.tensors import write_tensors
 
-#: The name of the index in a safetensors file's metadata.
+#: The name of the index in the metadata of a safetensors file. In a shard or a numpy archive, the
+#: name of the tensor or array that has the index.
 KEY = "vllm_scope"
 
 

@@ -5,8 +5,9 @@ Owns:  LocalPublisher, and the lock file of each publisher. A locked file shows 
 Runs:  in every process that writes files. Several publishers may share a root.
 
 Promise: a visible file is complete. A file is first written under a hidden temporary name in its
-folder, and is then renamed. An index becomes visible after the rows that the index names. A killed
-writer leaves only hidden files. The next writer of the root removes these hidden files.
+folder, and is then renamed. A `.json` index becomes visible after the rows that the index names. A
+killed writer leaves complete files and hidden files. The next writer of the root removes the
+hidden files.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Publisher(Protocol):
         Raises:
             FileError: a file cannot be written. If a rename fails, files that were already renamed
                 stay visible, because the replaced files are gone. If the fsync of the folder fails,
-                all files stay visible. After any other failure, no file is visible.
+                all files stay visible. After any other failure, no new file is visible.
         """
         ...
 
@@ -54,8 +55,8 @@ class Publisher(Protocol):
 
 @contextmanager
 def whole_writes(file: BinaryIO) -> Iterator[BinaryIO]:
-    """A file whose `write` writes all bytes or raises OSError. This class is for libraries that do
-    not check the number of bytes written."""
+    """A buffered writer for `file`. When the `with` block ends, all bytes are written, or OSError
+    is raised. For libraries that do not check how many bytes `file.write` has written."""
     buffer = io.BufferedWriter(file, 1 << 20)
     try:
         yield buffer
@@ -203,7 +204,7 @@ def _removed(path: str) -> bool:
     """Remove a lock file if no process holds the lock. Returns True if the file is gone.
 
     This process holds the lock while it removes the file. Another writer may have made the file and
-    not locked the file yet. This writer then sees that the file is gone.
+    not locked the file yet. The other writer then sees that the file is gone, and makes a new one.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -115,7 +115,9 @@ class Capture:
 
         Raises:
             KeyError: no request has this stream.
-            FileError: the rows of two files have different widths or dtypes.
+            FileError: the rows of two requests have different widths or dtypes, or a file is
+                damaged.
+            ValueError: `batch_size` is below 1.
         """
         stored = [r.stored((site, layer)) for r in self if (site, layer) in r]
         if not stored:
@@ -134,6 +136,7 @@ def open(path: str | os.PathLike[str]) -> Capture:
 
     Raises:
         FileError: the path does not exist, or a file of captured rows is damaged.
+        ConfigError: fsspec is missing or cannot open the URL.
     """
     folder = find_folder(path)
     files = OpenFiles(folder)

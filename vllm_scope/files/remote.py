@@ -3,8 +3,9 @@
 Owns:  RemotePublisher, RemoteStaged, RemoteFolder, `read_remote`.
 
 Each file is written to a local temporary folder, uploaded under a temporary name, and then moved to
-its name. A reader downloads each file one time to a temporary folder. The temporary folder exists
-as long as the reader. The downloaded files are mapped into memory like other local files.
+its name. If rows of a file are used, a reader downloads the file, one time, to a temporary folder.
+The temporary folder exists as long as the reader. The downloaded files are mapped into memory like
+other local files.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def _file_system(url: str) -> tuple[AbstractFileSystem, str]:
 
 
 def read_remote(url: str, name: str) -> bytes | None:
-    """The content of a small file below a URL. None if the file does not exist. Raises
-    FileError."""
+    """The content of a small file below a URL. None if the file does not exist. Raises FileError,
+    and ConfigError if fsspec is missing or cannot open the URL."""
     system, root = _file_system(url)
     try:
         system.invalidate_cache()

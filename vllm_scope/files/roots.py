@@ -22,7 +22,7 @@ def make_publisher(root: str, fsync: bool, mode: int = 0o600) -> Publisher:
 
     Raises:
         FileError: the root cannot be written to.
-        ConfigError: fsspec cannot open the URL, or the root is a URL and `fsync` is true.
+        ConfigError: fsspec is missing or cannot open the URL, or `fsync` is true for a URL.
     """
     if "://" in root:
         if fsync:
@@ -32,7 +32,8 @@ def make_publisher(root: str, fsync: bool, mode: int = 0o600) -> Publisher:
 
 
 def find_folder(path: str | os.PathLike[str]) -> Folder:
-    """The Folder of a root, for reading files. Raises FileError if the root does not exist."""
+    """The Folder of a root, for reading files. Raises FileError if the root does not exist, and
+    ConfigError if fsspec is missing or cannot open the URL."""
     text = os.fspath(path)
     if "://" in text:
         return RemoteFolder(text)
@@ -45,8 +46,8 @@ def find_folder(path: str | os.PathLike[str]) -> Folder:
 
 
 def read_file(root: str, name: str) -> bytes | None:
-    """The content of a small file below a root. None if the file does not exist. Raises
-    FileError."""
+    """The content of a small file below a root. None if the file does not exist. Raises FileError,
+    and ConfigError as `find_folder`."""
     if "://" in root:
         return read_remote(root, name)
     try:

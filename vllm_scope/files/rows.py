@@ -46,7 +46,7 @@ class Stream:
 
 
 class RequestWriter:
-    """Collects the rows of one request. Only `finish` makes a file.
+    """Collects the rows of one request. Nothing is written to a file before `finish`.
 
     Args:
         buffers: memory for copies of the rows.
@@ -113,7 +113,8 @@ class RequestWriter:
         """Encode and store the rows. Call `finish` one time.
 
         Raises:
-            FileError: the request's file could not be written.
+            FileError: the layout is `per_request` or `npz`, and the request's file could not be
+                written. With the other layouts, `Stored.published` has this error.
             ConfigError: the codec does not support rows of this size.
         """
         return self._store(record, self)

@@ -3,7 +3,7 @@
     staged = make_staged(root)
     place = staged.make()            # a hidden folder, or a URL
     ...                              # another process publishes files there, as below any root
-    staged.move(place, names)        # from here on they are below the root
+    staged.move(place, names)        # the files with these names are now below the root
     staged.remove(place)
 
 Owns:  Staged (protocol), `make_staged`.

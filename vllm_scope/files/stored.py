@@ -30,8 +30,9 @@ class Stored:
     """The result of storing a request.
 
     Attributes:
-        manifest: the request's manifest. When `published` is done, the file that the manifest names
-            has the rows. Until then, the rows are only in the memory of this process.
+        manifest: the request's manifest. When `published` is done without an exception, the file
+            that the manifest names has the rows. Until then, the rows are only in the memory of
+            this process.
         published: a future that is done when the file is visible. If the file was not written, the
             future has the exception.
         folder: the file's folder, relative to the root.
@@ -55,8 +56,8 @@ def published() -> Future[None]:
 
 @contextmanager
 def settling(published: Future[None]) -> Iterator[None]:
-    """When the `with` block ends, set the result of the future to None. If the block raised an
-    exception, set this exception."""
+    """When the `with` block ends, set the result of the future to None. If the block raises an
+    exception, give this exception to the future, and raise it again."""
     try:
         yield
     except BaseException as error:
@@ -112,7 +113,8 @@ class FinishedRequest:
         """The manifest of this request, which has the index `number` among the requests in `file`.
 
         Args:
-            firsts: for each stream, the index of the request's first row in the file. Default: 0.
+            firsts: for each stream, the index of the request's first row in the file's stream.
+                Default: 0.
             first_token: index of the request's first token in the file's token ids.
         """
         record, first_of = self.record, firsts or {}
@@ -167,11 +169,12 @@ class FileLayout(ABC):
 
     @abstractmethod
     def add(self, request: FinishedRequest) -> Stored:
-        """Add a request to a file. Raises FileError if this call writes a file and the write
-        fails."""
+        """Add a request to a file. If the layout has one file per request, raises FileError if the
+        file cannot be written. In other layouts, `Stored.published` has the error."""
 
     def flush(self) -> None:  # noqa: B027
-        """Wait until every request is published or has failed. Raises the first FileError."""
+        """Wait until every request is published or has failed. Raises FileError if a file fails
+        now. The error of an earlier file may be only in `Stored.published`."""
 
     def close(self) -> None:
         """Call `flush`, then end the threads of the layout."""

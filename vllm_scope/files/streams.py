@@ -84,7 +84,7 @@ class StoredStream:
 
     def joined(self, other: StoredStream) -> StoredStream | None:
         """This stream and `other` as one stream, if the rows of `other` follow the rows of this
-        stream in the file. Else None."""
+        stream in the file, and their codec is rowwise. Else None."""
         if (
             self.codec.rowwise
             and (self.name, self.key, self.codec) == (other.name, other.key, other.codec)

@@ -32,7 +32,7 @@ MAX_HEADER_BYTES = 64 << 20
 MAX_DIMS = 8
 #: Largest number of elements of a tensor. torch has the same limit.
 _MAX_NUMBERS = (1 << 63) - 1
-#: Smaller pieces are joined, because a system call per row costs more than a copy.
+#: Pieces with fewer bytes are joined, because a system call for each piece costs more than a copy.
 _SMALL_BYTES = 1 << 16
 #: If a block has the rows of several layers, there are gaps between the rows of one layer. The
 #: writer copies this number of bytes at a time. The copied rows are then written to the file while
@@ -172,8 +172,8 @@ def read_header(file: BinaryIO, size: int, where: str, mark: str | None = None) 
         size: the file's size in bytes.
         where: the file's name, for error texts.
         mark: a name that is in the metadata, or among the tensors, of each file that this package
-            writes. If a file lacks this name, its tensors are not checked. If None, the tensors of
-            all files are checked.
+            writes. If a file lacks this name, its tensors are not checked, and the result has no
+            tensors. If None, the tensors of all files are checked.
 
     Raises:
         FileError: the file is not a safetensors file, or its header has wrong sizes.
@@ -184,8 +184,8 @@ def read_header(file: BinaryIO, size: int, where: str, mark: str | None = None) 
     (length,) = struct.unpack("<Q", first)
     if length > min(size - 8, MAX_HEADER_BYTES):
         raise FileError(
-            f"{where} says that its header has {length} bytes; the file has {size}, and "
-            f"headers at most {MAX_HEADER_BYTES}. It is damaged, or not a safetensors file."
+            f"{where} says that its header has {length} bytes; the file has {size}, and a header "
+            f"has at most {MAX_HEADER_BYTES}. The file is damaged, or not a safetensors file."
         )
     try:
         body = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
@@ -211,8 +211,8 @@ def _check(name: str, tensor: HeaderTensor, data_bytes: int, where: str) -> None
     (start, stop), shape = tensor.data_offsets, tensor.shape
     if len(shape) > MAX_DIMS:
         raise FileError(
-            f"{where}: {shown(name)} has {len(shape)} dimensions; tensors written here have at "
-            f"most {MAX_DIMS}"
+            f"{where}: {shown(name)} has {len(shape)} dimensions; a tensor can have at most "
+            f"{MAX_DIMS}"
         )
     if min(shape, default=0) < 0 or not 0 <= start <= stop <= data_bytes:
         raise FileError(f"{where}: {shown(name)} does not lie within the file")

@@ -22,13 +22,13 @@ from vllm_scope.files.reader import open as open_capture
 class RowDataset(IterableDataset[Tensor]):
     """Batches of rows of one stream, [batch_size, hidden_size], in a new order in each epoch.
 
-    Use `DataLoader(dataset, batch_size=None, num_workers=...)`. In an epoch, one worker yields each
-    row one time. Each worker's last batch may be smaller. The data set can be pickled, because each
-    process opens the files itself.
+    Use `DataLoader(dataset, batch_size=None, num_workers=...)`. In an epoch, each row is in exactly
+    one batch of one worker. Each worker's last batch may be smaller. The data set can be pickled,
+    because each process opens the files itself.
 
-    The data set counts epochs, and each worker has its own copy of the data set. Keep the workers
-    from epoch to epoch (`persistent_workers=True`), or call `set_epoch` before each epoch. If you
-    do neither, all epochs have the same order.
+    The data set counts epochs, and each worker has its own copy of the data set. If you use
+    workers, keep the workers from epoch to epoch (`persistent_workers=True`), or call `set_epoch`
+    before each epoch. If you do neither, all epochs have the same order.
 
     `state_dict` returns the number of batches taken so far. After `load_state_dict`, the data set
     continues after these batches. Most rows of these batches are not read again. torchdata's

@@ -68,7 +68,7 @@ class Writer:
         self._options = options
         self._publisher = publisher
         self._layout = layout or _LAYOUTS[options.layout](options, publisher)
-        # The memory has room for two files that threads write, and for one file that `add` fills.
+        # The reused memory is enough for two files that threads write, and one that `add` fills.
         self.buffers = Buffers(3 * options.file_bytes)
         self._copies = copies
         self._codecs: dict[tuple[int, torch.dtype], Codec] = {}
@@ -114,7 +114,8 @@ class Writer:
         return self._codecs[key]
 
     def flush(self) -> None:
-        """Wait until the files of all finished requests are visible. Raises FileError."""
+        """Wait until the file of each finished request is visible or has failed. Raises FileError
+        if a file fails now. The error of an earlier file may be only in `Stored.published`."""
         self._layout.flush()
 
     def close(self) -> None:
@@ -135,7 +136,8 @@ def open_writer(options: FileOptions) -> Writer:
 
     Raises:
         FileError: the root cannot be written to.
-        ConfigError: a package that the root or the codec needs is missing.
+        ConfigError: a package that the root or the codec needs is missing, fsspec cannot open the
+            root, or the root is a URL and `fsync` is true.
     """
     if options.codec == "zstd":
         zstd_library()

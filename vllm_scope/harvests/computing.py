@@ -18,7 +18,7 @@ from vllm_scope.harvests.engines import Engine, EngineFacts, Rows
 from vllm_scope.harvests.skipped import Skipped
 from vllm_scope.request.actions import Read
 
-#: The largest number of contexts that are tokenized and wait for the engine.
+#: The largest number of contexts in the queue from the thread that makes contexts to the engine.
 _AHEAD = 512
 
 
@@ -56,7 +56,8 @@ def contexts_ahead(
             function in order, with each context that is not skipped.
 
     Raises:
-        SpecError: a document has a token id that is not in the model's vocabulary.
+        SpecError: a context has a token id that is not in the model's vocabulary.
+        SpecError, FileError: the errors of `documents`.
     """
     texts = skipped.texts(documents)
     contexts = skipped.contexts(contexts_of(texts, engine.encode, size, long, engine.end))
@@ -78,7 +79,7 @@ def rows_of(
             if rows.status != "complete":
                 raise ScopeError(
                     f"the rows of document {shown(context.name)} are {rows.status}: "
-                    f"{rows.error or 'some rows are missing'}; run it again."
+                    f"{rows.error or 'some rows are missing'}; compute the rows again."
                 )
             yield context, rows
 

@@ -1,13 +1,15 @@
 """Makes prompts from documents, by one of three rules.
 
     truncate   A context has the first tokens of a document. The other tokens are left out.
-    split      Consecutive contexts have all tokens of a document. The last context can be shorter.
-    pack       All documents are joined in order, and cut into contexts of equal length. Each text
-               ends with the end-of-text token. A token attends also to the earlier documents of its
-               context.
+    split      All tokens of a document are divided among consecutive contexts. The last context of
+               the document can be shorter.
+    pack       All documents are joined in order, and cut into contexts of equal length. Only the
+               last context can be shorter. Each text ends with the end-of-text token, if there is
+               one. A token attends also to the earlier documents of its context.
 
 Owns:  Context, `contexts_of`, `prefetched`.
-Runs:  on a separate thread, which reads and tokenizes documents while the engine computes.
+Runs:  on the thread that `prefetched` starts. This thread reads and tokenizes documents while the
+       engine computes.
 From:  documents.   To: computing.
 
 Promise: the contexts depend only on the documents, the tokenizer, the size and the rule.
@@ -72,7 +74,7 @@ def contexts_of(
 
     Args:
         size: the largest number of tokens of a context.
-        end: the token that is added to each packed text, or None if no token is added.
+        end: the token id that is added to each packed text, or None if no token is added.
     """
     tokenized = _tokenized(documents, encode, end if long == "pack" else None)
     return _packed(tokenized, size) if long == "pack" else _single(tokenized, size, long)
@@ -121,8 +123,8 @@ def _packed(tokenized: Iterable[tuple[str, Sequence[int]]], size: int) -> Iterat
 
 
 def prefetched(items: Iterable[T], most: int) -> Generator[T]:
-    """Yield items that another thread makes ahead of the caller, at most `most` items ahead. Raises
-    the error that `items` raises on the other thread."""
+    """Yield items that another thread makes ahead of the caller. At most `most` items wait in the
+    queue. Raises the error that `items` raises on the other thread."""
     waiting: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(most)
     ended = threading.Event()
 

@@ -1,7 +1,8 @@
 """Reads the documents of a data set. A document is a text or token ids, with an id.
 
 Owns:  Document, Documents, `find_documents`.
-Runs:  in the harvesting process, on a separate thread.
+Runs:  in the process of a harvest or a feed. `find_documents` runs on the caller's thread, and a
+       separate thread reads the documents.
 To:    contexts.
 
 Promise: each reading of the same data set finds the same documents, ids and fingerprint. Only one
@@ -25,7 +26,7 @@ from vllm_scope.request.bounded_json import is_unicode
 #: If the caller names no column, a document is in the first of these columns that has a value.
 COLUMNS = ("text", "input_ids", "token_ids", "tokens")
 SUFFIXES = (".parquet", ".jsonl", ".txt")
-#: The number of bytes in one call of the hash, and the number of Parquet rows in one read.
+#: The number of a Parquet file's bytes in one call of the hash, and of its rows in one read.
 _CHUNK, _BATCH = 1 << 20, 256
 
 
@@ -49,7 +50,7 @@ class Documents:
         source: the name or path of the data set, for error texts and the manifest.
         fingerprint: hexadecimal digits. Data sets with different content have different digits.
         count: the number of documents.
-        column: the column of texts or token ids, or None for the first of COLUMNS that a row has.
+        column: the column of texts or token ids, or None for the first of COLUMNS with a value.
         id_column: the column of ids, or None if ids consist of the fingerprint and the row number.
         rows: a function that returns an iterator over the data set's rows.
     """
@@ -62,8 +63,8 @@ class Documents:
     rows: Callable[[], Iterator[Mapping[str, Any]]]
 
     def __iter__(self) -> Iterator[Document]:
-        """Yield the documents. Raises SpecError if a row has no document, or if two rows have the
-        same id."""
+        """Yield the documents. Raises the errors of `document`, SpecError if two rows have the same
+        id, and FileError if a row cannot be read."""
         seen: set[bytes] = set()
         for number, row in enumerate(self.rows()):
             one = self.document(row, number)
@@ -73,13 +74,14 @@ class Documents:
                     raise SpecError(
                         f"two rows of {self.source} have the {self.id_column} "
                         f"{shown(row[self.id_column])}; ids must be distinct. Name another "
-                        "column, or leave id_column out: row numbers are then the ids."
+                        "column, or leave id_column out: ids then contain row numbers."
                     )
                 seen.add(key)
             yield one
 
     def document(self, row: Mapping[str, Any], number: int) -> Document:
-        """Make a Document from a row. Raises SpecError if the row has no document or no id."""
+        """Make a Document from a row. Raises SpecError if the document or its id is missing or
+        wrong."""
         content = self._content(row, number)
         if self.id_column is None:
             return Document(f"{self.fingerprint[:12]}-{number}", content)
@@ -132,15 +134,15 @@ def find_documents(
             the name or the folder of a Hugging Face data set, a `datasets.Dataset`, or a list of
             texts, of lists of token ids, or of rows (dicts). Each line of a `.txt` file that is not
             empty is a document.
-        column: the column of texts or token ids, or None for the first of COLUMNS that a row has.
+        column: the column of texts or token ids, or None for the first of COLUMNS with a value.
         id_column: the column of ids, or None if ids consist of the fingerprint and the row number.
             The ids in a column must be distinct.
         split, config: the split and configuration of a Hugging Face data set.
 
     Raises:
-        FileError: there is no such data set, or a file is damaged.
+        FileError: there is no such data set, or a file cannot be read.
         SpecError: the kind of the data set is unknown, a package that reads it is missing, or the
-            first row of a file has no document or no id.
+            first row of the data set or of a file has no document, or no valid id.
     """
     if isinstance(dataset, list | tuple):
         rows = [row if isinstance(row, Mapping) else {COLUMNS[0]: row} for row in dataset]
@@ -163,8 +165,8 @@ def find_documents(
 
 
 def _checked(documents: Documents) -> Documents:
-    """Check the first row, and return the documents. Raises SpecError if the row has no document,
-    and FileError if the row cannot be read."""
+    """Check the first row, and return the documents. Raises SpecError if the row has no document or
+    no valid id."""
     next(iter(documents), None)
     return documents
 

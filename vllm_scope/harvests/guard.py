@@ -24,10 +24,11 @@ from contextlib import contextmanager, suppress
 
 
 def guard() -> None:
-    """Start a guard, which kills the processes of this process's group after this process's end.
+    """Start a guard. After this process has ended, the guard kills the processes of its group.
 
-    This call puts this process into a new group, so that Ctrl-C in the terminal does not end this
-    process. Processes that this process starts later, and their children, are in the new group.
+    If this process does not lead a group yet, this call puts this process into a new group, so that
+    Ctrl-C in the terminal does not end this process. Processes that this process starts later, and
+    their children, are in the same group.
     """
     with suppress(PermissionError):  # this process already leads a group
         os.setsid()
@@ -38,10 +39,11 @@ def guard() -> None:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Start a guard, which kills the processes of the `with` block after this process has ended.
+    """Start a guard. After this process's end, the guard kills what the `with` block has started.
 
-    The guard starts when the block ends. The guard has a separate session, so that a signal to this
-    process's group does not end the guard. The guard ends when all guarded processes have ended.
+    The guard starts when the block ends without an exception. The guard has a separate session, so
+    that a signal to this process's group does not end the guard. If all guarded processes end
+    earlier, the guard ends too.
     """
     before = _started()
     yield

@@ -86,7 +86,7 @@ class Job:
     options: str | None = None
 
     def settings(self) -> dict[str, Any]:
-        """The settings that change the rows, without the settings that only the engine has."""
+        """The settings that change the rows, without the settings that only the engine knows."""
         found: dict[str, Any] = {
             "dataset": self.documents.fingerprint,
             "column": self.documents.column,
@@ -121,14 +121,14 @@ class Job:
         return found
 
     def finished(self, model: str | EngineFacts) -> Harvest | None:
-        """The harvest if it is complete and its folder has every shard. Otherwise None.
+        """The harvest, if it is complete and its folder has every shard of the manifest. Else None.
 
         Args:
             model: the engine, or the name of its model. With a name, the engine's settings are not
                 known. The result is then None, unless an earlier run had the same options.
 
         Raises:
-            ConfigError, FileError: the errors of `earlier`.
+            ConfigError, FileError, SpecError: the errors of `earlier` and `settings_with`.
         """
         if isinstance(model, str):
             found = self.earlier(self.settings() | {"model": model})
@@ -214,14 +214,16 @@ class _Running:
     def _tell(self, complete: bool) -> None:
         """Write the manifest of the visible shards.
 
-        If the harvest is complete, also write the statistics and the page.
+        If the harvest is complete, also write the statistics and the page. Raises FileError if the
+        shards do not have all contexts.
         """
         shards = self._shards
         shards.take(self._store.found)
         if complete and len(shards.done) != self._num_contexts:
             raise FileError(
                 f"{self._job.files.root} has {len(shards.done)} contexts, and the data set has "
-                f"{self._num_contexts}; shards were removed or added meanwhile. Run it again."
+                f"{self._num_contexts}; shards were removed or added meanwhile. Run the harvest "
+                "again."
             )
         found = shards.found.values()
         fields = ("contexts", "documents", "tokens", "truncated", "num_bytes")

@@ -4,7 +4,8 @@ Owns:  HarvestManifest, Run, `check_same`, and the lock of a local folder.
 From:  shards.   To: job, views, and programs that read the manifest.
 
 A harvest writes the settings before the first shard. Each run computes the counts and figures from
-the shards again. A run computes the hash of a shard again only if the file's size has changed.
+the shards again. A run computes the hash of an earlier run's shard only if the manifest does not
+have the shard, or has another size for the shard.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ FORMAT = 1
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One run of a harvest, from its start.
+    """The entry of one run in the manifest, which is made when the run starts.
 
     Attributes:
         started: the time of the start in UTC, as ISO 8601.
@@ -52,10 +53,11 @@ class HarvestManifest(msgspec.Struct, frozen=True):
         dataset: the name or path of the data set.
         documents: the number of documents in the data set.
         complete: whether each document that has tokens is in the shards, or was skipped.
-        totals: numbers of documents, contexts, tokens, truncated documents and bytes in all shards.
-            A complete harvest also has `empty`, the number of documents without tokens, and
-            `skipped`, the number of skipped texts and contexts.
-        skipped: maps the names of the first 20 skipped texts and contexts to the reasons.
+        totals: the sums of the numbers of all shards (the attributes of Shard, with `bytes` for
+            `num_bytes`). A complete harvest also has `empty`, the number of documents without
+            tokens, and `skipped`, the number of skipped texts and contexts.
+        skipped: maps the names of the first 20 skipped texts and contexts of a complete harvest to
+            the reasons.
         streams: maps `site.layer` to the figures of this stream (`Statistics.to_json`).
     """
 
@@ -84,7 +86,8 @@ def versions() -> dict[str, str]:
 
 
 def read_manifest(root: str) -> HarvestManifest | None:
-    """Read the manifest of a folder or URL, or return None without a manifest. Raises FileError."""
+    """The manifest of a folder or URL, or None if there is no manifest. Raises FileError if the
+    manifest cannot be read or has another format."""
     body = read_file(root, NAME)
     if body is None:
         return None
@@ -106,13 +109,13 @@ def check_same(manifest: HarvestManifest, settings: Mapping[str, Any], root: str
         if manifest.settings.get(name) != value:
             raise ConfigError(
                 f"{root} was harvested with {name} {shown(manifest.settings.get(name))}, and now "
-                f"{name} is {shown(value)}; give the same, or another folder."
+                f"{name} is {shown(value)}; give the same value, or another folder."
             )
 
 
 #: Maps the real path of each folder that this process has locked to the holder of the lock. The
 #: kernel's lock alone does not suffice, because the kernel also gives the lock to a second thread
-#: of this process. The kernel releases the lock when any descriptor of the file is closed.
+#: of this process, and releases the lock when this process closes any descriptor of the file.
 _held: dict[str, object] = {}
 
 

@@ -1,4 +1,4 @@
-"""One of several engines, in a separate process, which writes separate shards.
+"""One of several engines, each in a separate process. Each engine writes its own shards.
 
 Owns:  Member, the arguments of a member's start (Setup), and a member's answers (Facts, News).
 Runs:  in a process that a pool has started. Calls arrive on several threads. The engine runs on one
@@ -92,7 +92,7 @@ class Member:
         """Start the engine.
 
         Raises:
-            FileError: the folder of the harvest does not exist on this host.
+            FileError: the member's folder (the root of `setup.files`) does not exist on this host.
             ScopeError: the engine cannot start, or has no tap for one of the reads.
         """
         host, root = socket.gethostname(), setup.files.root
@@ -138,9 +138,8 @@ class Member:
         Args:
             drop: whether the contexts that still wait for the engine are left out.
 
-        Raises:
-            FileError: this process cannot write a shard.
-            ScopeError: the engine failed.
+        Raises FileError if this process cannot write a shard, and the engine's error if the engine
+        has failed.
         """
         with self._changed:
             if drop:

@@ -26,7 +26,7 @@ class Handle(Protocol):
         Returns:
             A future with the method's result. If the method raises a ScopeError, the future raises
             the same error. If the method raises another exception, the future raises a ScopeError.
-            If the process ends, the future raises EngineLostError.
+            If the process ends before the method returns, the future raises EngineLostError.
 
         Raises:
             pickle.PicklingError, AttributeError, TypeError: an argument cannot be pickled.
@@ -34,7 +34,7 @@ class Handle(Protocol):
         ...
 
     def kill(self) -> None:
-        """End the Member's process at once. If the process has already ended, do nothing."""
+        """End the Member's process at once. The process can have ended already."""
         ...
 
 
@@ -42,9 +42,9 @@ class Pool(Protocol):
     """Starts Members, each in a new process."""
 
     def start(self, number: int) -> Handle:
-        """Start a Member in a new process, on the devices of engine `number`. Numbers start at 0.
+        """Start a Member in a new process, as engine `number`. Numbers start at 0.
 
-        A process that replaces a lost process gets the same number.
+        A process that replaces a lost process gets the same number (and, from Processes, its GPUs).
         """
         ...
 

@@ -1,7 +1,8 @@
 """Starts the processes of several engines on this host, one process for each engine.
 
 Owns:  Processes.
-Runs:  in the harvesting process. For each engine, one thread receives the engine's answers.
+Runs:  in the harvesting process. For each engine, one thread receives the engine's answers. Only
+       `_serve` runs in the engine's process.
 To:    several.
 """
 
@@ -39,7 +40,7 @@ class Processes:
         gpus: the number of GPUs of each engine.
 
     Raises:
-        ConfigError: this host has fewer GPUs than the engines need.
+        ConfigError: this host has GPUs, but fewer than the engines need.
     """
 
     def __init__(self, count: int, gpus: int) -> None:
@@ -110,7 +111,7 @@ class _Process:
 
     def _kill(self) -> None:
         if self._process.is_alive():
-            # The member's guard kills these processes too, but perhaps after this process's end.
+            # The member's guard kills these processes too, but can do so after this wait.
             with suppress(ProcessLookupError):  # the member has no group of its own yet
                 os.killpg(self._pid, signal.SIGKILL)
             self._process.kill()
@@ -143,7 +144,7 @@ def _runs(group: int) -> bool:
         return False
     for process in psutil.process_iter():
         with suppress(OSError, psutil.Error):  # the process has ended meanwhile
-            # A process is also a zombie if its first thread has ended and other threads still run.
+            # The status is also `zombie` if the first thread has ended and other threads still run.
             if os.getpgid(process.pid) == group and (
                 process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
             ):

@@ -27,8 +27,8 @@ class RayPool:
         address: the address of a cluster, or None for the address in RAY_ADDRESS. If RAY_ADDRESS is
             not set, the pool starts a cluster on this host, and `close` ends this cluster. If this
             process is already connected to Ray, the pool uses the existing connection.
-        count: the number of engines. None means the largest number for which the cluster has GPUs,
-            or one engine in a cluster without GPUs.
+        count: the number of engines. None means the largest number for which the cluster has GPUs
+            and CPUs, or one engine in a cluster without GPUs.
         gpus: the number of GPUs of each engine. All GPUs of an engine are on one host.
 
     Attributes:

@@ -34,12 +34,13 @@ from vllm_scope.request.actions import Read
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: The most contexts in one call of a member, and the most calls that wait for a member's answer.
+#: The most contexts in one call of `Member.give`, and the most such calls that wait for the answer
+#: of one member.
 CHUNK, MOST_CALLS = 32, 2
 #: The harvest ends if more engines than this are lost one after another without a new shard.
 MOST_LOST = 3
-#: How many seconds a harvest waits for engines that close. A harvest that ends early also waits
-#: this long for engines that write their computed rows.
+#: The most seconds that a harvest waits for engines that close. A harvest that ends early also
+#: waits at most this long for engines that write their computed rows.
 END_S = 60.0
 
 
@@ -51,7 +52,7 @@ class _Seat:
         place: the hidden folder or URL of the engine's shards, until the shards become visible.
         stay: the future of the call of `Member.stay`, which ends only when the engine's process
             ends.
-        calls: the futures of the other calls that have no answer yet.
+        calls: the futures of the calls of `start`, `give` and `finish` that have no answer yet.
         given: maps keys to contexts that the engine has received and that are in no visible shard.
         facts: the Facts of the engine, or None while the engine starts.
     """
@@ -70,13 +71,13 @@ class SeveralEngines:
 
     Args:
         count: the number of engines.
-        setup: the Setup of every engine. The root of `setup.files` is the harvest's root folder,
-            which this process has locked. Each engine gets a separate hidden folder below the root.
+        setup: the Setup of every engine. The root of `setup.files` is the harvest's root folder or
+            URL. Each engine gets a separate hidden folder below the root.
 
     Raises:
         ConfigError: the engines do not have the same settings.
         SpecError: the setup cannot be pickled for another process.
-        ScopeError: an engine cannot start.
+        ScopeError: a hidden folder cannot be made, or an engine cannot start.
     """
 
     def __init__(self, pool: Pool, count: int, setup: Setup) -> None:
@@ -207,9 +208,9 @@ class SeveralEngines:
             chunks.close()
 
     def _feed(self, seat: _Seat, chunks: _Chunks) -> None:
-        """Send contexts to an engine until MOST_CALLS calls have no answer.
+        """Send contexts to an engine while contexts are ready and fewer than MOST_CALLS calls wait.
 
-        If no context is left, ask the engine to finish.
+        If no context is left and no call waits, ask the engine to finish its contexts.
         """
         while seat.facts is not None and len(seat.calls) < MOST_CALLS:
             if some := self._again[:CHUNK] or chunks.pop():
@@ -316,7 +317,8 @@ class _Chunks:
     """Divides contexts into chunks. A thread makes the next chunk.
 
     Attributes:
-        waiting: a list with the future of the next chunk, or [] if the thread makes no chunk.
+        waiting: a list with the future of the chunk that the thread makes or has made. After `take`
+            has stored this chunk, the list is [] until the next `pop`.
         ended: True after `take` has found that no context is left.
     """
 
@@ -337,7 +339,7 @@ class _Chunks:
         return self._next
 
     def pop(self) -> list[Context]:
-        """Return the next chunk. The chunk is empty if `take` has not stored any contexts."""
+        """Return the stored chunk, which is empty if `take` stored none since the last `pop`."""
         found, self._next = self._next, []
         if found:
             self.waiting.append(self._thread.submit(self._make))

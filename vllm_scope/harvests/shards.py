@@ -1,7 +1,8 @@
 """Reads the contexts, hashes and figures of a harvest's shards, and makes shards visible.
 
 Owns:  Shard, Shards, HashingPublisher, `move_shards`, `take_left`.
-Runs:  in the harvesting process. HashingPublisher runs on the threads that write shards.
+Runs:  in the harvesting process. HashingPublisher runs in the process that has the engine, on the
+       threads that write shards.
 From:  files (writes shards, and reads their indexes).   To: job, manifest.
 
 Promise: a context is finished if a visible shard has the context. No other file decides whether a
@@ -99,7 +100,8 @@ class Shards:
     Attributes:
         done: the keys of the shards' contexts. A key takes about 100 bytes of memory.
         found: maps the names of files to shards.
-        statistics: maps `site.layer` to the figures of this stream's rows in all shards.
+        statistics: maps the name of a stream, such as `resid_post.5`, to the figures of the
+            stream's rows in all shards.
     """
 
     def __init__(self, folder: Folder, truncates: bool) -> None:
@@ -116,7 +118,8 @@ class Shards:
                 computes the hash of a file that is not in `hashes` or has another size.
 
         Raises:
-            FileError: a file is damaged, or two shards have a context in common.
+            FileError: a file is damaged, no harvest wrote it, or a context is in it twice or is
+                also in another shard.
         """
         for name in self._folder.names():
             if name not in self.found:
@@ -131,7 +134,7 @@ class Shards:
         keys = {key_of(request.documents) for request in index.requests}
         if len(keys) < len(index.requests) or keys & self.done:
             raise FileError(
-                f"{name} has a document that is also in another shard; remove the file, and run "
+                f"{name} has a context that is also in another shard; remove the file, and run "
                 "the command again."
             )
         spans = [span for request in index.requests for span in request.documents]
@@ -171,12 +174,12 @@ class Shards:
 
 
 def take_left(files: FileOptions) -> None:
-    """Make the finished shards of a killed harvest's engines visible.
+    """Make the finished shards of a killed harvest's engines visible. Remove the hidden folders.
 
     The caller holds the folder's lock.
 
     Raises:
-        FileError: a shard is damaged, or cannot be moved.
+        FileError: a shard is damaged or cannot be moved, or a hidden folder cannot be read.
     """
     staged = make_staged(files.root, files.fsync, files.file_mode)
     if not (places := staged.places()):
@@ -194,7 +197,7 @@ def move_shards(
     wanted: Callable[[Set[bytes]], bool],
     names: Iterable[str] | None = None,
 ) -> Set[bytes]:
-    """Make shards visible that another process wrote to a hidden folder.
+    """Move shards from a hidden folder, where another process wrote them, to the root.
 
     Args:
         place: the path or URL of the hidden folder.
@@ -211,13 +214,13 @@ def move_shards(
     moved: set[bytes] = set()
     try:
         folder = find_folder(place)
-    except FileError:  # `place` is a URL, and no process wrote a file below it
+    except FileError:  # `place` was removed, or is a URL below which no process wrote a file
         return moved
     for name in folder.names() if names is None else names:
         keys = _keys(folder, name)
         if keys and wanted(keys):
             staged.move(place, [name])
-            with suppress(FileError):  # the JSON file is missing if the process was killed early
+            with suppress(FileError):  # the process can be killed before it writes the JSON file
                 staged.move(place, [f"{name.removesuffix('.safetensors')}.json"])
             moved |= keys
     return moved

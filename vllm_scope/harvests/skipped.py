@@ -36,7 +36,7 @@ class Skipped:
         self.reasons: dict[str, str] = {}
 
     def texts(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """Yield the documents whose text is valid Unicode, and count the other documents."""
+        """Yield the documents of token ids or of valid Unicode text. Count the other documents."""
         for document in documents:
             if isinstance(document.content, str) and not is_unicode(document.content):
                 self._add(document.id, "its text has half of a surrogate pair", 1)

@@ -33,7 +33,8 @@ from vllm_scope.harvests.storing import Storing
 from vllm_scope.request.actions import MEMORY, Read
 
 MOST_ENGINES = 4096
-#: vLLM's arguments whose product is the number of GPUs of an engine.
+#: The words before `_parallel_size` in the names of some of vLLM's arguments. The product of these
+#: arguments is the number of GPUs of an engine.
 _PARALLEL = ("tensor", "pipeline", "data", "prefill_context")
 
 

@@ -27,12 +27,12 @@ from vllm_scope.errors import FileError
 OUTLIER = 6.0
 #: The tensor with a stream's figures has the name `STREAM.statistics` in a shard.
 KEY = "statistics"
-#: The number of dimensions that `to_json` lists. These dimensions have the most outliers.
+#: The most dimensions that `to_json` lists. These dimensions have the most outliers.
 _LISTED = 8
 _SCALARS = 7
 #: The number of float32 numbers in the buffer, which fits into the cache of one CPU core.
 _NUMBERS = 1 << 18
-#: A row with a larger squared norm counts as broken, because float32 cannot store that norm.
+#: A row with a larger squared norm counts as broken, because float32 cannot store this square.
 _MOST_SQUARED = float(np.finfo(np.float32).max)
 
 
@@ -41,10 +41,10 @@ class Statistics:
     """Counts and sums over the rows of one stream.
 
     Attributes:
-        counts: the numbers of finite rows, of broken rows and of rows with an outlier, the sums of
-            the norms and of the squared norms, and the smallest and the largest norm, as float64
-            [7]. A broken row has NaN, infinity or a squared norm that float32 cannot store. All
-            other figures leave out broken rows.
+        counts: float64 [7]. Three numbers of rows: rows that are not broken, broken rows, and rows
+            with an outlier. Then the sum of the norms, the sum of the squared norms, the smallest
+            norm and the largest norm. A broken row has NaN, infinity or a squared norm that float32
+            cannot store. All other figures leave out broken rows.
         values: the sum, the sum of squares and the number of outliers of each dimension, as float64
             [3, hidden_size].
     """
@@ -74,7 +74,7 @@ class Statistics:
 
     @staticmethod
     def summary(blocks: Iterator[Tensor]) -> dict[str, Tensor]:
-        """Make the tensor with a stream's figures that a shard stores, under its name in the shard.
+        """Make the tensor with a stream's figures that a shard stores, under the name KEY.
 
         This function is a `Summary` of files.sharded.
         """
@@ -83,20 +83,22 @@ class Statistics:
 
     @staticmethod
     def parse(numbers: NDArray[np.float64], where: str) -> Statistics:
-        """Make Statistics from a tensor of `summary`. Raises FileError if the tensor is damaged."""
+        """Make Statistics from a tensor of `summary`. Raises FileError if the shape is wrong."""
         if numbers.ndim != 1 or (len(numbers) - _SCALARS) % 3 or len(numbers) <= _SCALARS:
-            raise FileError(f"{where}: its statistics are {list(numbers.shape)}; it is damaged.")
+            raise FileError(
+                f"{where}: its statistics are of shape {list(numbers.shape)}; it is damaged."
+            )
         return Statistics(numbers[:_SCALARS], numbers[_SCALARS:].reshape(3, -1))
 
     @property
     def mean(self) -> NDArray[np.float64]:
-        """The mean of each dimension over all finite rows, [hidden_size]."""
+        """The mean of each dimension over all rows that are not broken, [hidden_size]."""
         found: NDArray[np.float64] = self.values[0] / max(self.counts[0], 1)
         return found
 
     @property
     def variance(self) -> NDArray[np.float64]:
-        """The variance of each dimension over all finite rows, [hidden_size]."""
+        """The variance of each dimension over all rows that are not broken, [hidden_size]."""
         found: NDArray[np.float64] = np.maximum(
             self.values[1] / max(self.counts[0], 1) - self.mean**2, 0
         )

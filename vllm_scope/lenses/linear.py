@@ -4,7 +4,7 @@ Owns:  LinearLens; LensFile (a lens in the operator's options); `load_lens`, `lo
 Runs:  on the CPU, in any process with torch.
 From:  safetensors files. To: worker.lens, analysis.
 
-`load_lens` reads two kinds of files, which are described here. Pickle files are not read.
+`load_lens` reads lenses in two forms, which are described here. Pickle files are not read.
 
 A safetensors file has `{layer}.weight` [d, d], and can have `{layer}.bias` [d]. The map of a row x
 is weight x + bias. If `residual` is "true" in the file's metadata, the map is x + weight x + bias.
@@ -12,8 +12,8 @@ The metadata can name the site of the rows. The default site is `resid_post`. Th
 also has this form, with the matrix J as the weight at `resid_post`.
 
 A folder of the package tuned-lens has `config.json` and `params.safetensors`, which has the tensors
-of tuned-lens's `params.pt`. The tensors have the same names as in a safetensors file. The map is x
-+ weight x + bias. Map i is for `resid_pre` of layer i, which is the row that enters the layer.
+of tuned-lens's `params.pt`. The tensors have the same names as in the first form. The map is
+x + weight x + bias. Map i is for `resid_pre` of layer i, which is the row that enters the layer.
 
 The formulas are those of tuned-lens 0.2 (TunedLens.transform_hidden and TunedLens.save) and of
 jlens (in JacobianLens, the map is `J_l @ h`, where h is the row that leaves layer l).
@@ -44,7 +44,7 @@ _NAME = re.compile(r"([0-9]{1,5})\.(weight|bias)")
 
 class Affine(NamedTuple):
     """One affine map, with the weight [d, d], and the bias [d] or None. The result for a row x is
-    weight x + bias."""
+    weight x + bias. If the map belongs to a lens that is `residual`, x is also added."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -62,8 +62,8 @@ class LinearLens:
         path: the file with the tensors. None if the lens is not from a file.
 
     Raises:
-        SpecError: `maps` is empty, a site is not on the residual stream, or a tensor has a wrong
-            shape or dtype.
+        SpecError: `maps` is empty, a site is not resid_pre, resid_mid or resid_post, or a tensor
+            has a wrong shape or dtype.
     """
 
     name: str
@@ -114,7 +114,8 @@ class LinearLens:
             [..., d_model], float64.
 
         Raises:
-            SpecError: the lens has no map for the place, or a number is not finite in float32.
+            SpecError: the lens has no map for the place, or a number of the map is not finite in
+                float32.
         """
         if place not in self.maps:
             known = ", ".join(f"{site} {layer}" for site, layer in self.maps)
@@ -173,7 +174,7 @@ class LensFile:
 
     @staticmethod
     def parse(value: object, where: str) -> LensFile:
-        """Parse a path, or an object with `path` and `sha256`. Raises ConfigError."""
+        """Parse a path, or an object with `path` and optional `sha256`. Raises ConfigError."""
         body = {"path": value} if isinstance(value, str) else value
         if (
             isinstance(body, Mapping)
@@ -238,7 +239,7 @@ def load_lens(
         if config.lens_type != "linear_tuned_lens":
             raise SpecError(
                 f"{path / CONFIG} has the lens_type {shown(config.lens_type)}; "
-                "'linear_tuned_lens' is read."
+                "it must be 'linear_tuned_lens'."
             )
         site, residual = "resid_pre", "true"
     return LinearLens(name or str(path), _maps(tensors, file, site), residual == "true", file)
@@ -249,8 +250,8 @@ def load_lenses(entries: Mapping[str, object]) -> dict[str, LinearLens]:
     or an object.
 
     Raises:
-        ConfigError: an entry is not a path or an object with `path` and `sha256`. `load_lens`,
-            which is called for each entry, can raise other exceptions.
+        ConfigError: `LensFile.parse` refuses an entry.
+        SpecError, OSError: the errors of `load_lens`, which is called for each entry.
     """
     parsed = {name: LensFile.parse(value, f"lenses.{name}") for name, value in entries.items()}
     return {name: one.load(name) for name, one in parsed.items()}

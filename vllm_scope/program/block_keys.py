@@ -1,12 +1,13 @@
 """The keys under which vLLM finds the KV of edited tokens.
 
-Owns:  BlockKeys, and a cache of the tokens of a block that the edits pick.
+Owns:  BlockKeys, and a cache that says which tokens of a block the edits pick.
 Runs:  in EngineCore, when vLLM hashes a request's blocks. numpy, no torch.
 From:  request.resolve (the edits).   To: engine.core.entry.
 
 Promise: two requests share the KV of a block only if two conditions are met. First, the same edits
 apply to the same tokens of this block and of all earlier blocks (in vLLM, a block's key contains
-the key of the block before). Second, the states of the edits' gates began at the same position.
+the key of the block before). Second, if the block has generated tokens, the states of the edits'
+gates began at the same position.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.resolved import ResolvedEdit
 from vllm_scope.request.selectors import Ids, Tokens, Word
 
-#: If a request has more edits than MOST_EDITS, its blocks are not cached for other requests.
+#: If the edits of a request have more parts (`_parts`) than MOST_EDITS, no _Block is cached.
 MOST_EDITS = 8
-#: The largest number of bytes of all entries of the cache, and of one entry. An entry has the
-#: blocks for one set of picks and one prompt length.
+#: The largest number of bytes of all entries of the cache, and of one entry. An entry is a _Blocks,
+#: for one tuple of picks and one prompt length.
 REMEMBERED_BYTES, MOST_BYTES = 16 << 20, 1 << 20
 #: The measured bytes of a _Blocks without its picks, and of a _Block without its text.
 _BLOCKS_BYTES, _BLOCK_BYTES = 1024, 640
@@ -52,12 +53,12 @@ def _parts(edit: ResolvedEdit, num_prompt: int) -> Iterator[tuple[Pick, bytes]]:
 
 
 class _Block(NamedTuple):
-    """The tokens of one block that the edits of a request pick.
+    """Which tokens of one block the edits of a request pick.
 
     Attributes:
-        here: [num_edits], True for an edit that picks tokens of the block.
-        text: bytes that are equal for two blocks if the edits in `here` pick the same tokens in
-            both blocks. Empty if no edit picks a token.
+        here: [number of parts of the edits], True for a part that picks tokens of the block.
+        text: bytes that are equal for two blocks only if the parts in `here` pick the same tokens
+            in both blocks. Empty if no part picks a token.
     """
 
     here: NDArray[np.bool_]
@@ -73,7 +74,7 @@ class _BlocksKey(NamedTuple):
 
 
 class _Blocks:
-    """The _Block of each cached block, for all requests with equal picks and equal prompt lengths.
+    """The cached _Block objects of all requests with equal picks and equal prompt lengths.
     Thread-safe."""
 
     def __init__(self, key: _BlocksKey) -> None:
@@ -93,10 +94,10 @@ class _Blocks:
         return self._known.get((start, stop))
 
     def put(self, start: int, stop: int, block: _Block) -> None:
-        """Cache a block, if the cache has room for it."""
+        """Cache a _Block, if this object has room for the _Block."""
         with self._lock:
             size = self._num_bytes + _BLOCK_BYTES + len(block.text)
-            # If the cache has dropped this object, no block is added, as its bytes are not counted.
+            # If the cache has dropped this object, its bytes are not counted, and nothing is added.
             if size <= MOST_BYTES and _known.get(self._key) is self:
                 self._known[start, stop], self._num_bytes = block, size
                 _known.put(self._key, self, size)
@@ -106,13 +107,13 @@ _known: Remembered[_BlocksKey, _Blocks] = Remembered(REMEMBERED_BYTES)
 
 
 class _Edited:
-    """Finds the tokens of a block that the edits of a request pick.
+    """Finds which tokens of a block the edits of a request pick.
 
     Attributes:
         uniform: True if the picks depend only on the phase (prompt or generated).
         sees_ids: True if the picks also depend on the prompt's token ids.
-        shared: True if the picks use no token ids, and are few, so that blocks are cached for other
-            requests.
+        shared: True if the picks are few, use no token ids and name few positions. Each _Block is
+            then cached for other requests.
     """
 
     def __init__(self, given: tuple[Pick, ...]) -> None:
@@ -125,7 +126,7 @@ class _Edited:
         self._key = PicksKey(given, ()) if self.shared else None
 
     def blocks(self, num_prompt: int) -> _Blocks | None:
-        """The cached blocks for prompts of this length. None if blocks are not cached."""
+        """The _Blocks for prompts of this length. None if `shared` is False."""
         return None if self._key is None else _Blocks.of(_BlocksKey(self._key, num_prompt))
 
     def at(self, start: int, stop: int, num_prompt: int, prompt_ids: Ids) -> _Block:
@@ -184,8 +185,8 @@ class BlockKeys:
         self._of_phase: dict[tuple[int, bool], bytes | None] = {}
 
     def key(self, start: int, stop: int) -> bytes | None:
-        """The key of the block at the positions `start` to `stop` - 1. None if nothing is
-        edited."""
+        """The key of the block at the positions `start` to `stop` - 1. None if no edit picks a
+        token of the block, except for a block with generated tokens if `own` is not empty."""
         found = self._of_edits(start, stop)
         return (found or b"") + self._own if self._own and stop > self._num_prompt else found
 

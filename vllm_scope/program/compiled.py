@@ -1,4 +1,4 @@
-"""The programs of a spec. The values of the spec's picks for a token determine its program.
+"""The programs of a spec. The values of the spec's picks for a token determine the token's program.
 
 Owns:  Compiled, the limits of one request, and the memory that holds built programs.
 Runs:  in workers, in EngineCore and in the front-end. numpy, no torch.
@@ -129,15 +129,16 @@ class Compiled:
     a Compiled.
 
     Attributes:
-        reads: for each read or probe, the index of its pick, the points that the request named, and
-            the head that is applied to the rows (None for plain rows).
+        reads: for each pair of a pick and a head that the actions need, the index of the pick, the
+            points that the request named, and the head (None for plain rows).
         edits: the edits, in the order in which they are applied.
         check: the boundary at which every token of a request with edits is checked. None if
             the request has no edits, or is checked on another pipeline stage.
-        rows: the result of `compiler.rows_of` for all reads and probes.
+        rows: the result of `compiler.rows_of` for all actions that need rows.
         banks: the result of Resolved.banks_on_rows.
-        scored: for each probe that taps compute, the index of its pick, its point, and the
-            operations that compute numbers from the point's row.
+        scored: for each bank that taps compute, at each of its points, and for each pick of its
+            probes: the index of the pick, the point, and the operations that compute the bank's
+            numbers from the point's row.
         of_phase: the program of all tokens of a phase. The first part of the key is False for
             prompt tokens and True for generated tokens. The second part of the key is
             RequestProgram.begun. This dict has entries only if all picks are uniform.
@@ -182,18 +183,18 @@ class Compiled:
 
     @cached_property
     def ref(self) -> weakref.ref[Compiled]:
-        """This object's key in `programs`. Unlike `id(self)`, the key is never used again."""
+        """This object's key in `programs`. No later object gets an equal key, unlike with `id`."""
         return weakref.ref(self)
 
     @property
     def has_vectors(self) -> bool:
-        """True if an operation has a vector, because the spec edits or taps compute a probe."""
+        """True if an operation has a vector: there are edits, or taps compute probes."""
         return bool(self.edits) or bool(self.scored)
 
     @cached_property
     def used(self) -> tuple[int, ...]:
-        """The indices of the picks that the actions use. In a column, unused picks have the value
-        0."""
+        """The indices of the picks that `reads` and `edits` use. The other picks are for actions
+        that this rank does not apply, and have the value 0 in a column."""
         found = {read[0] for read in self.reads} | {edit.pick for edit in self.edits}
         return tuple(sorted(found))
 
@@ -220,7 +221,7 @@ class Compiled:
 
     @cached_property
     def delivering(self) -> list[int]:
-        """The indices of the picks of actions that deliver rows or numbers."""
+        """The indices of the picks that `reads` uses."""
         return sorted({read[0] for read in self.reads})
 
     @cached_property
@@ -247,7 +248,7 @@ class Compiled:
 
     @cached_property
     def ops_of_picks(self) -> NDArray[np.int64]:
-        """int64 [num_picks], the number of operations that each pick adds to a token's program."""
+        """int64 [num_picks], the most operations that each pick adds to a token's program."""
         found = np.zeros(len(self.picks), np.int64)
         for pick, points, head in self.reads:
             found[pick] += 0 if isinstance(head, Told) else len(points)
@@ -259,8 +260,8 @@ class Compiled:
 
     @cached_property
     def num_actions(self) -> int:
-        """The number of edits, read points and probe operations. At each place, the first probe
-        operation and the read point together count as one."""
+        """The number of edits, points of `reads` and operations of `scored`. The point of an entry
+        of `scored` and the first operation of this entry together count as one."""
         return (
             len(self.edits) + sum(len(points) for _, points, _ in self.reads)
             + sum(len(ops) - 1 for _, _, ops in self.scored)
@@ -361,7 +362,7 @@ class Compiled:
 
         An edit is simple if it has one operation in addition to at most one operation of its gate.
         A replacement must have one row. An edit whose gate has a state is not simple, because the
-        edits of this gate at one layer share an operation, so that the picks do not determine the
+        edits of this gate at one place share an operation, so that the picks do not determine the
         number of operations."""
         return not self.reads and len(self.edits) <= MOST_COUNTED_EDITS and all(
             edit.num_ops == 1 + len(edit.gate) <= 2

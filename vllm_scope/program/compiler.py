@@ -46,10 +46,10 @@ from vllm_scope.request.resolved import Resolved, ResolvedEdit, ResolvedGate
 from vllm_scope.request.selectors import Ids, Selector, Tokens
 from vllm_scope.request.sites import LEVELS, Place, Sites, boundary_of_point
 
-#: The number of positions after a request's end that a step can still compute. Such positions are
-#: those of draft tokens, and of a step that async scheduling has already started.
+#: The most positions after a request's end that a step can still compute. Such positions are those
+#: of draft tokens, and of a step that async scheduling has already started.
 OVERSHOOT = 64
-#: Columns are computed for at most this many positions at a time.
+#: A loop over all positions of a request takes at most this many positions at a time.
 POSITIONS_AT_ONCE = 4096
 
 
@@ -68,7 +68,7 @@ class Point(NamedTuple):
 
 
 def points_of(asked: Resolved) -> tuple[Point, ...]:
-    """The distinct points of the actions that need rows."""
+    """The Points of the actions that need rows. Equal Points of a bank are given one time."""
     found: tuple[Point, ...] | None = asked.__dict__.get("_points")
     if found is None:
         # Cached, because many requests share a Resolved, which can have 1,000 probes.
@@ -227,7 +227,7 @@ def _gate_ops(asked: Resolved) -> dict[bytes, _GateOps]:
     the gate's state in the log.
 
     Raises:
-        SpecError: there are more gates than registers.
+        SpecError: the gates need more than MOST_GATES registers. A gate with a state needs two.
     """
     gates: dict[bytes, ResolvedGate] = {}
     for edit in asked.edits:
@@ -255,7 +255,7 @@ class RequestProgram:
     """Determines the program that each token of one request gets.
 
     Attributes:
-        prompt_ids: the prompt's token ids. Empty if no selector needs token ids.
+        prompt_ids: the prompt's token ids. Empty if all picks are uniform.
         later: pairs of a first position and a program, in ascending order. At the first position
             and all later positions, the program replaces the program before it.
         begun: the names of the probes that have a verdict. The value of a pick is 0 if the pick
@@ -281,7 +281,7 @@ class RequestProgram:
 
         Args:
             asked: the reads, probes and edits of the request. The server's edits come before the
-                request's own edits. This object caches the Compiled for other requests of the same
+                request's own edits. `asked` caches the Compiled for other requests of the same
                 spec.
             here: the boundaries of the pipeline stage.
             drains: False on a rank that edits rows but leaves the delivery to another rank.
@@ -299,8 +299,8 @@ class RequestProgram:
         return RequestProgram(num_prompt, np.asarray(ids, np.int64), compiled)
 
     def then(self, first: int, other: RequestProgram) -> RequestProgram:
-        """This program before the position `first`. The program `other` at `first` and all later
-        positions. `begun` does not change."""
+        """A RequestProgram that equals this object before the position `first`, and equals `other`
+        at `first` and all later positions. The attribute `begun` is that of this object."""
         earlier = tuple(one for one in self.later if one[0] < first)
         return replace(self, later=(*earlier, (first, other.after(self.begun))))
 
@@ -331,8 +331,8 @@ class RequestProgram:
 
     @property
     def first_fixed(self) -> int:
-        """At this position and all later positions, all tokens get the program of generated tokens.
-        Valid if `generated_is_uniform`."""
+        """At this position and all later positions, all tokens get one program: the program that
+        `last` has for generated tokens. Valid if `generated_is_uniform`."""
         if self.later:
             return self.later[-1][0]
         if not self.generated_is_uniform:
@@ -436,7 +436,7 @@ class RequestProgram:
             drafts: if False, the result does not contain `superset_columns`.
 
         Raises:
-            SpecError: the request needs more programs than one request may have.
+            SpecError: the request needs more programs or operations than one request may have.
         """
 
         def made() -> tuple[bytes, ...]:
@@ -467,7 +467,7 @@ class RequestProgram:
         return Held(self._compiled, columns, self._compiled.ref if key is None else key)
 
     def made(self, held: Held) -> bool:
-        """True if `held` and this program have the same Compiled, so that they share columns."""
+        """True if `held` has the Compiled of this program. Equal columns then mean the same."""
         return held.is_of(self._compiled)
 
     def distinct_at(self, first: int, count: int) -> tuple[list[Column], NDArray[np.int64]]:
@@ -535,8 +535,8 @@ class RequestProgram:
         return known
 
     def cost_of_change(self, columns: Iterable[bytes]) -> Cost:
-        """The Cost of programs with new numbers in the edits of generated tokens. The argument is
-        the result of the method `columns`."""
+        """The Cost of programs with new scales of edits, for generated tokens. New scales need no
+        vectors. The argument is the result of the method `columns`."""
         if self.generated_is_uniform:
             columns = self.superset_columns()
         return self.held(columns).cost.without_vectors()

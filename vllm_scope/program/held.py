@@ -19,13 +19,14 @@ from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.program.operations import Cost, Program, num_vectors
 from vllm_scope.program.table_rows import TableRows
 
-#: If columns times actions are at most _FEW, programs are built one by one.
+#: If the number of columns times the number of actions is at most _FEW, programs are built one by
+#: one.
 _FEW = 16
 
 
 class Held:
-    """The programs that a request holds while the request runs. Requests with equal Held share the
-    programs.
+    """The programs that a request holds while the request runs. Requests whose Held objects are
+    equal share the programs.
 
     Attributes:
         key: a key that is equal for equal programs.

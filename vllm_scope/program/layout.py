@@ -147,8 +147,8 @@ class Layout:
 
     @property
     def arena(self) -> Layout:
-        """The layout of the data that taps write, which are each point's row and the numbers of
-        each Told."""
+        """The layout of the data that taps write to the arena: the rows of all points that are in
+        `points` or that heads need, and the numbers of each head of the class `Told`."""
         return self._arena or self
 
     @cached_property

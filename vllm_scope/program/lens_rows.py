@@ -2,7 +2,7 @@
 
 Owns:  `num_lens_rows`.
 Runs:  in the front-end, which refuses a request with too many rows; in EngineCore, where a request
-       waits until running requests have ended.
+       with lenses waits while the running requests have too many rows.
 From:  request.resolved.   To: engine.frontend.checks, engine.core.entry.
 """
 
@@ -18,9 +18,9 @@ from vllm_scope.request.selectors import Ids, Selector, Tokens
 
 
 def num_lens_rows(asked: Resolved, ids: Ids, max_tokens: int) -> int:
-    """The sum, over all lenses, of the number of selected tokens times the number of layers. Tokens
-    that the request can still generate, up to `max_tokens`, are also counted. `ids` are the token
-    ids of the prompt."""
+    """The sum, over all lenses, of the number of selected tokens times the number of layers. Up to
+    `max_tokens` - 1 generated tokens also count. (The last sampled token is never processed.) `ids`
+    are the token ids of the prompt."""
     if not asked.features:
         return 0
     counts = Counter(one.tokens for one in asked.features if one.lens is not None)

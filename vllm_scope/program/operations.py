@@ -79,8 +79,9 @@ class LogRange(NamedTuple):
 
 NO_LOG = LogRange()
 
-#: The number of registers of a row in one forward. The first MOST_GATES registers contain the
-#: values of gates. The other registers contain the activations of the features of one edit.
+#: A row has REGISTERS registers in one forward. The first MOST_GATES registers contain the values
+#: of gates, and the scores of gates with a state. The other registers contain the activations of
+#: the features of one edit.
 MOST_GATES = 16
 REGISTERS = MOST_GATES + MAX_FEATURES
 
@@ -263,9 +264,9 @@ _CHECK = Op(OP_CHECK)
 _boundary_of = itemgetter(0)
 
 
-#: A function that returns the operations of an edit for a token. The argument is the token's number
-#: in `Pick.values`. For a replacement, the argument is the number of the new row, counted from 1.
-#: For other edits, the argument is 1.
+#: A function that returns the operations of an edit for a token. The argument is the value of the
+#: edit's pick for the token (`Pick.values`). For a replacement, the argument is the number of the
+#: new row, counted from 1. For other edits, the argument is 1.
 OpsOf = Callable[[int], Sequence[Op]]
 
 

@@ -1,8 +1,8 @@
 """Computes all programs of a request together, as rows of the op table.
 
 Owns:  OpList (an ordered list of every operation that a token of a spec can get), and TableRows.
-Runs:  in workers, when a request whose programs have vectors arrives; in EngineCore, to compute
-       the request's Cost. numpy, no torch.
+Runs:  in workers, when a request whose programs have vectors arrives; in EngineCore and in the
+       front-end, to compute the request's Cost. numpy, no torch.
 From:  compiled.   To: graph.tap.program_tables, core.admission.
 
 Promise: the programs are equal to the programs that `Compiled.program` builds one by one. To
@@ -64,6 +64,7 @@ class TableRows:
         vector: int64 [num_ops], the index of the vector in `keys` and `vectors`, or -1 for none.
         following: int64 [num_ops], the index of the next operation at the same tap, or -1 for none.
         heads: int64 [num_heads], the index of each program's first operation at each of its taps.
+            (Such an operation is the head of a list, and not a Head.)
         head_program, head_boundary: int64 [num_heads], the program and the boundary of each entry
             of `heads`.
         keys: the distinct keys of the operations' vectors. Vectors with equal keys are equal.
@@ -100,8 +101,9 @@ class _Selected:
     Attributes:
         index: int64 [num_columns], the program of each column.
         exists: bool [num_programs]; False for the program that does nothing.
-        here, cells: bool [number of operations or cells, num_programs], True if the program has the
-            operation or the cell.
+        here: bool [number of operations, num_programs], True if the program has the operation.
+        cells: bool [number of cells, num_programs], True if the program has the cell. If the
+            request names several points of one row, one more entry follows for each such point.
         program, op, vector: int64 [num_ops]. For each operation, these are the index of its
             program, its index in the OpList, and the index of its vector (-1 for none).
     """
@@ -131,8 +133,8 @@ class OpList:
         """
         #: A cell is a head and the point of its row. This dict has the picks that need each cell.
         cells: dict[tuple[Head | None, int], list[int]] = {}
-        #: For rows of which the request names several points, the picks of each of these points. If
-        #: two tokens get different points of one row, their layouts and their programs differ.
+        #: If the request names several points of one row, this dict has the picks of each of these
+        #: points. Tokens that get the row under different points have different programs.
         names: dict[int, list[int]] = {}
         shared = {row for point, row in rows.items() if point != row}
         for pick, points, head in reads:
@@ -167,7 +169,7 @@ class OpList:
     def _set_presence(
         self, ops: Sequence[Listed], of_cells: Sequence[Sequence[int]], num_picks: int
     ) -> None:
-        # An operation of every token gets an additional pick, whose index is `num_picks`.
+        # An operation that every token gets has an additional pick, whose index is `num_picks`.
         picks = [one.picks or (num_picks,) for one in ops] + list(of_cells)
         self._picks = np.array([pick for some in picks for pick in some], np.int64)
         self._starts = np.cumsum([0, *map(len, picks)])[:-1]
@@ -240,7 +242,7 @@ class OpList:
 
     def _present(self, columns: NDArray[np.int32]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """The operations that tokens with these columns get, bool [number of operations,
-        num_columns], and the cells that these tokens get, bool [number of cells, num_columns]."""
+        num_columns], and what these tokens deliver, in the form of `_Selected.cells`."""
         picked = np.ones((len(columns) + 1, columns.shape[1]), bool)
         np.greater(columns, 0, out=picked[:-1])
         has = picked[self._picks]
@@ -277,8 +279,8 @@ class OpList:
 
     def count(self, columns: NDArray[np.int32]) -> tuple[int, int, list[bytes], set[Head]]:
         """Count the programs of some columns. Returns the number of distinct programs, the number
-        of operations in all programs, the keys of all vectors, and the heads with delivered
-        results."""
+        of operations in all programs, the keys of all vectors, and the heads that at least one
+        program needs."""
         found = self._select(columns)
         keys = [self._keys[i] for i in np.unique(found.vector) if i >= 0]
         some = np.flatnonzero(found.cells[: len(self._cells)].any(axis=1))
@@ -354,8 +356,8 @@ def _firsts(rows: NDArray[np.float32]) -> Ints:
 
 
 def _marks(count: int) -> Ints:
-    """Random numbers, which are equal for all callers in this process. The numbers are random so
-    that a client cannot know them."""
+    """Random numbers, [count]. The numbers are random so that no client can make different programs
+    or rows with equal sums."""
     while len(_random[-1]) < count:
         _random.append(np.frombuffer(secrets.token_bytes(16 * len(_random[-1])), np.int64))
     return _random[-1][:count]

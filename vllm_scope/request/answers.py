@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-#: The reason why a cell or a prompt of a sweep has no value.
+#: The error text for a cell or a prompt of a sweep, if vLLM did not return its log-probabilities.
 NO_LOGPROBS = (
     "vLLM did not return the log-probabilities of the metric's tokens. With speculative decoding, "
     "Model Runner V1 returns no log-probabilities of named tokens; start the engine without "
     "speculative decoding."
 )
-#: The only key of the mapping that EngineCore sends to the front-end.
+#: The only key of `EngineCoreOutput.kv_transfer_params`, in which the front-end gets Answers.
 _KEY = "scope_answers"
 
 
@@ -27,11 +27,11 @@ class Answers(NamedTuple):
 
     Attributes:
         logprobs: float32 [number of variants, number of tokens], log-probabilities of the tokens in
-            SamplingParams.logprob_token_ids, in the order of this list. If
-            SamplingParams.logprob_token_ids is not set, the log-probabilities of all token ids. The
-            numbers of a variant with an error are NaN.
+            SamplingParams.logprob_token_ids, in the order of this list. If the list is None, the
+            log-probabilities of all token ids, in the order of the ids. The numbers of a variant
+            with an error are NaN. If all variants have errors, the number of tokens is 0.
         errors: the reason why a variant failed, by the index of the variant.
-        others: True if the engine at the same time had requests that do not belong to a sweep.
+        others: True if EngineCore had requests outside of sweeps at its last step with variants.
     """
 
     logprobs: NDArray[np.float32]

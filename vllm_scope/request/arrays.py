@@ -45,8 +45,8 @@ class Array:
         """Make an Array from a torch tensor, a numpy array, (nested) lists, or the JSON form.
 
         Raises:
-            SpecError: a value is not a finite number, there are too many values, or the number of
-                dimensions is 0 or too large.
+            SpecError: a value is not a finite number, there are no values or too many, the rows of
+                a list differ in length, or the number of dimensions is 0 or too large.
         """
         if isinstance(value, Array):
             return value
@@ -101,8 +101,8 @@ class Array:
 def _checked(found: NDArray[Any], where: str, most_dimensions: int) -> Array:
     if not 1 <= found.ndim <= most_dimensions or 0 in found.shape:
         raise SpecError(
-            f"{where} has shape {found.shape}; it has 1 to {most_dimensions} dimensions, none "
-            "empty."
+            f"{where} has shape {found.shape}; it must have 1 to {most_dimensions} dimensions, "
+            "none of size 0."
         )
     if found.size > MAX_NUMBERS:
         raise SpecError(f"{where} has {found.size:,} numbers; at most {MAX_NUMBERS:,}.")

@@ -19,8 +19,8 @@ from vllm_scope.errors import SpecError
 MOST_NODES = 1 << 14
 #: The largest number of items in all lists of one text, enough for 64 vectors of 4,096 numbers.
 MOST_ITEMS = 1 << 18
-#: All bytes except `[`, `{`, `:` and `,`, which begin a list, an object, a field's value and a
-#: further item.
+#: All bytes except four. `[` begins a list, `{` an object, `:` a field's value, and `,` a further
+#: item or field. In a string, these four characters are also counted.
 _NOT_COUNTED = bytes(set(range(256)) - set(b"[{:,"))
 PACKED = "Send vectors as base64 ({dtype, shape, data}), or name a steering module."
 
@@ -42,7 +42,8 @@ def decode(text: str, where: str, most_items: int = MOST_ITEMS) -> object:
         most_items: limit of the items in all lists of the text.
 
     Raises:
-        SpecError: the text is not JSON, or has more than MOST_NODES nodes or `most_items` items.
+        SpecError: the text is not JSON, or has more than MOST_NODES nodes, or has more than
+            `most_items` + MOST_NODES commas (each further item or field begins with a comma).
     """
     return decode_counted(text, where, most_items)[0]
 

@@ -23,8 +23,8 @@ MOST_STAGES = 4
 
 
 def begins(verdict: int, num_prompt: int, step_tokens: int) -> int:
-    """The first position that a later stage scores. The worker certainly computes this position
-    after the worker has received the verdict.
+    """The first position that a later stage scores. When the worker computes this position, the
+    worker has certainly received the verdict.
 
     The scheduler receives a verdict with the output of the step that computes the verdict's
     position. With async scheduling, the scheduler has started one more step before the scheduler
@@ -65,8 +65,8 @@ def check_cascades(probes: Sequence[Probe], where: Callable[[int], str], what: s
                 )
             if first.threshold is None or first.action == "stop" or not first.tokens.uniform:
                 raise SpecError(
-                    f"{path} is {name}, which cannot be a first stage; a first stage has a "
-                    "threshold, an action that does not stop the request, and tokens that are "
+                    f"{path} is {name}, which cannot be a first stage; a first stage must have "
+                    "a threshold, an action that does not stop the request, and tokens that are "
                     "'all', 'prompt' or 'generated'."
                 )
             chain.append(index_of[after])

@@ -1,7 +1,7 @@
 """Heads: computations on rows, before the rows leave the device.
 
 Owns:  CodecChoice (a codec's name and options), Head, and the kinds of heads:
-       Encoding (the codec of a read), Bank (the probes at one `Place`),
+       Encoding (the codec of a read), Bank (the nets at one `Place`),
        Strongest (the strongest features of an SAE), Likeliest (the likeliest next tokens),
        `Told` (numbers that taps compute), Scored (a Bank that taps compute),
        Summed (rows that the worker adds to sums on the device).
@@ -11,9 +11,9 @@ From:  actions, resolve.   To: codecs.packed, worker.probe_bank, layout (sizes o
 
 Promise: a head makes a fixed number of bytes from each row, and uses no other row. From an
 Encoding, a process can make the codec again. A Bank contains a digest of its weights, and not the
-weights. A Strongest contains the name of an SAE that the workers have loaded. A Likeliest contains
-the number of tokens. If a lens maps the rows first, the Likeliest also contains the name of the
-lens.
+weights. A Strongest contains the number of features, and the name of an SAE that the workers have
+loaded. A Likeliest contains the number of tokens. If a lens maps the rows first, the Likeliest also
+contains the key of this map (LensKey).
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class CodecChoice:
             None if `value` is None or names the codec "none".
 
         Raises:
-            SpecError: an unknown name or option, or an option that is not a whole number.
+            SpecError: a wrong type, an unknown name or option, or an option that is not a whole
+                number of at most 64 bits.
         """
         if value is None or isinstance(value, CodecChoice):
             return value
@@ -127,8 +128,8 @@ class Encoding(Head):
 
 @dataclass(frozen=True)
 class Bank(Head):
-    """The probes of one request at one `Place`, in one stage of a cascade. The numbers of all
-    probes are float32, one after another."""
+    """The nets of one request at one `Place`, in one stage of a cascade. The numbers of all nets
+    are float32, one after another."""
 
     #: The `text` of a Bank begins with this word. (The text of an Encoding is a JSON object.)
     start: ClassVar[str] = "probes"
@@ -142,20 +143,20 @@ class Bank(Head):
         Args:
             digests: the digests of the nets (or of a `Told`'s gates and edits), in their order.
             num_values: number of all numbers that the nets make from a row.
-            group: `Place.group`, which differs if two sites share a boundary.
+            group: `Place.group`, by which two sites at one boundary differ.
             after: the same as `Probe.after`.
         """
         # A layout is sorted by these texts, and "then" sorts after every digest. Therefore the
-        # banks of one stage are together in a layout.
+        # banks of one group and stage are together in a layout.
         stage = "" if after is None else f"then {after} "
         digest = hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
         return cls(f"{cls.start} {group} {stage}{digest}", 4 * num_values)
 
     @property
     def nameless(self) -> Bank:
-        """Returns this bank without the digest. A front-end does not have the weights of steering
-        modules. Therefore the front-end finds a request's numbers by their `Place` and their
-        count."""
+        """This bank without the digest. A front-end does not have the vectors of steering modules,
+        and cannot compute the digest. Therefore the front-end finds the numbers of a bank by the
+        bank's `Place`, its stage, and the count of its numbers."""
         return type(self)(self.text.rpartition(" ")[0], self.row_bytes)
 
 
@@ -171,7 +172,7 @@ class Told(Bank):
 
 @dataclass(frozen=True)
 class Scored(Told):
-    """A Bank of few linear nets. Taps compute the numbers of the Bank, and no row is copied."""
+    """A Bank of few linear nets. Taps compute the numbers of the Bank, and copy no row for it."""
 
     start: ClassVar[str] = "scored"
 
@@ -180,7 +181,7 @@ class Scored(Told):
 class Strongest(Bank):
     """The strongest features of an SAE that the workers have loaded. For each row, the result is
     int32 indices, and then the same number of float32 values in descending order. If fewer features
-    are active, the remaining values are 0."""
+    than `count` are active, the remaining values are 0."""
 
     start: ClassVar[str] = "strongest"
 
@@ -212,10 +213,10 @@ class Strongest(Bank):
 
 @dataclass(frozen=True)
 class Likeliest(Strongest):
-    """The likeliest tokens of a row by the model's own final norm and unembedding. A lens can map
-    the row first. For each row, the result is int32 token ids, and then the same number of float32
-    log-probabilities in descending order. If the vocabulary has fewer tokens, the remaining ids are
-    -1."""
+    """The likeliest tokens of a row by the model's own final norm and unembedding. A named lens can
+    map the row first. For each row, the result is int32 token ids, and then the same number of
+    float32 log-probabilities in descending order. If the vocabulary has fewer tokens than `count`,
+    the remaining ids are -1."""
 
     start: ClassVar[str] = "likeliest"
 

@@ -3,8 +3,8 @@
 An answer is a safetensors file whose tensor `answer` contains the JSON (see docs/http.md).
 """
 
-#: A client sends this media type in `Accept`. A server that supports this media type sends the
-#: answer in this type.
+#: A client that can read this media type names it in `Accept`. The server then sends each answer
+#: that has a `scope` in this type. Other answers, such as errors, are JSON.
 BINARY = "application/vnd.vllm-scope+safetensors"
 #: The name of the tensor that contains the JSON of an answer, or of one event of a stream. The
 #: tensor is uint8, [number of bytes].

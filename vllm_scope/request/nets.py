@@ -11,8 +11,9 @@ A net makes one or more numbers from a row x (`.` is the dot product):
     Mlp              W2 f(W1 x + b1) + b2, or three layers   1 number
     AttentionPool    query_h . x and value_h . x             2 numbers for each head h
 
-If a probe has several layers of the model, each number is the sum of this number over the layers.
-The score is computed from the sums.
+If a probe has several layers of the model, its nets make the same count of numbers at each layer.
+The first numbers of all layers are added, then the second numbers, and so on. The score is computed
+from these sums.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class Mlp:
         hidden: the function between the layers: relu, gelu (exact), silu or tanh.
 
     Raises:
-        SpecError: the shapes do not fit together, or the number of layers is not two or three.
+        SpecError: a wrong type, a number that is not finite, an unknown function, shapes that do
+            not fit together, or a number of layers other than two or three.
     """
 
     layers: Any
@@ -92,8 +94,9 @@ class Mlp:
             )
         if not 2 <= len(self.layers) <= MAX_HIDDEN_LAYERS + 1:
             raise SpecError(
-                f"{where} has {len(self.layers)} items; it has 2 or {MAX_HIDDEN_LAYERS + 1}, for "
-                "one or two hidden layers. A linear probe takes a plain weight."
+                f"{where} has {len(self.layers)} items; it must have 2 or "
+                f"{MAX_HIDDEN_LAYERS + 1}, for one or two hidden layers. A linear probe takes a "
+                "plain weight."
             )
         found: list[tuple[Array, Array]] = []
         for i, layer in enumerate(self.layers):
@@ -116,7 +119,7 @@ class Mlp:
         if found[-1][0].shape[0] != 1:
             raise SpecError(
                 f"{where}[{len(found) - 1}] makes {found[-1][0].shape[0]} numbers; the last layer "
-                "makes one, the score."
+                "must make one, the score."
             )
         if self.hidden not in HIDDEN:
             raise SpecError(
@@ -161,7 +164,7 @@ class AttentionPool:
         if len(self.query.shape) != 2 or self.query.shape != self.value.shape:
             raise SpecError(
                 f"AttentionPool has a query of shape {self.query.shape} and a value of shape "
-                f"{self.value.shape}; both are [num_heads, width of a row]."
+                f"{self.value.shape}; both must be [num_heads, width of a row]."
             )
 
     @property
@@ -270,7 +273,7 @@ def parse_aggregate(value: object, where: str) -> Aggregate | None:
     Raises:
         SpecError: `value` is not an aggregate and not the JSON of an aggregate.
     """
-    if isinstance(value, str | None | Ema | RollingMean):  # no array is compared with a word
+    if isinstance(value, str | None | Ema | RollingMean):  # a numpy array must not reach `match`
         match value:
             case None | Ema() | RollingMean() | "max" | "mean":
                 return value

@@ -1,4 +1,4 @@
-"""Checks an operator's options with pydantic, and makes an error text of one sentence.
+"""Checks an operator's options with pydantic, and makes the error text for a wrong option.
 
 Owns:  `checked` (turns a ValidationError of pydantic into a ConfigError), `nearest`, Number.
 Runs:  in each process that parses options.
@@ -60,9 +60,9 @@ def checked(
         unsaid: fields of `model` that are not options. Error texts do not list these fields.
 
     Raises:
-        ConfigError: the value or the name of an option is wrong. The text names the first wrong
-            option, its value and the allowed values. If a validator raises a ConfigError, the error
-            has the text of the validator's ConfigError.
+        ConfigError: an option is missing, or its value or name is wrong. The text names one wrong
+            option, and its value and the allowed values, or the names of all options. If a
+            validator raises a ConfigError, the error has the text of the validator's ConfigError.
     """
     try:
         return model.model_validate(dict(body))
@@ -76,7 +76,7 @@ def checked(
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """The end of a sentence about an unknown name: "did you mean ...?" or a full stop."""
+    """The end of a sentence about an unknown name: "; did you mean ...?" or a full stop."""
     near = get_close_matches(name, known, cutoff=0.65)
     return f"; did you mean {' or '.join(near)}?" if near else "."
 

@@ -32,8 +32,8 @@ _ALIKE: Final = (
     "scores_alone", "score_bytes", "num_states", "stopping", "firsts", "watched", "scaled",
     "destinations", "shared",
 )  # fmt: skip
-#: The measured memory of an outline, of each edit, and of each `Place`, in bytes. The memory of the
-#: first spec is not included, and the memory of the caches for the other specs is included.
+#: The measured memory of an outline, of each edit, and of each `Place`, in bytes. The numbers do
+#: not include the first spec, and include the caches from which other specs are made.
 _OUTLINE_BYTES, _EDIT_BYTES, _PLACE_BYTES = 6144, 2560, 384
 
 
@@ -42,8 +42,8 @@ class Outline:
     """A resolved spec of edits. From this spec, `fitted` makes other specs with the same body.
 
     The body of a Packed names Arrays and numbers by indices, and equal values have one index.
-    Therefore, if two fields of the first spec are equal, the two fields are equal in each spec with
-    this body.
+    Therefore, if two Arrays or two numbers of the first spec are equal, they are equal in each spec
+    with this body.
 
     Attributes:
         first: the resolved spec.
@@ -77,7 +77,8 @@ class Outline:
         vectors of other shapes, or an edit of several layers.
 
         Raises:
-            SpecError: the engine has no tap at an edit's `Place`, or an edit comes before its gate.
+            SpecError: the engine has no tap at an edit's `Place`, or the edit's gate does not allow
+                this `Place` (`check_order`).
             KeyError: an Array is not among `arrays`.
         """
         given = [arrays[digest] for digest in packed.arrays]
@@ -156,7 +157,7 @@ class _Form:
     Attributes:
         content: the values of all fields in the first spec.
         arrays: each field that is an Array, with the index of the Array.
-        numbers: each field that is a number, with the index of the number.
+        numbers: each field that is a float, with the index of the number.
         several: each field that is a tuple of numbers, with the indices of the numbers.
     """
 

@@ -6,10 +6,10 @@ From:  spec and resolve, whose actions are packed.   To: ticket, core.news.
 
 Promise: equal actions have equal digests. The body of a Packed does not contain the vectors.
 Therefore EngineCore can send a worker only those vectors that the worker does not have (core.news).
-The body also does not contain the layers of edits, and the numbers of edits and gates. Cells of a
-sweep that differ only in vectors, layers and numbers have equal bodies (outline). `unpack` does not
-check the actions again. The actions were checked when they were made, and packed bytes never come
-from a caller.
+The body of a spec also does not contain the layers and numbers of Add, Ablate, Clamp and Replace,
+and the numbers of gates. Therefore cells of a sweep that differ only in vectors, layers and numbers
+have equal bodies (outline). `unpack` does not check the actions again, because the actions were
+checked when they were made, and packed bytes never come from a caller.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ _FIELDS = [
     for cls in _CLASSES
 ]
 #: Markers that replace the index of a class. The markers stand for these values, in this order: a
-#: tuple of objects, a tuple of plain values, the index of an Array, a `Place`, edits that differ
-#: only in their streams, the index of an edit's layers, the index of a number.
+#: tuple of objects, a tuple of plain values, the index of an Array, a `Place`, resolved edits (in
+#: groups that differ only in streams), the index of an edit's layers, the index of a number.
 _TUPLE, _PLAIN, _ARRAY, _PLACE, _EDITS, _LAYERS, _NUMBER = -1, -2, -3, -4, -5, -6, -7
 _PLAIN_TYPES = {int, float, str, bool, type(None)}
 
@@ -105,9 +105,10 @@ class Packed(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         digest: a digest of the body, the vectors, the layers and the numbers.
-        body: msgpack, without vectors, the layers of edits, and the numbers of edits and gates.
+        body: the actions in msgpack, without the values in `arrays`, `layers` and `numbers`.
         arrays: the distinct digests of the Arrays that the body names by their indices.
-        layers: the layers of each edit that has layers, in the order of the edits.
+        layers: the layers of each Add, Ablate, Clamp and Replace that names layers, in the order of
+            the edits.
         numbers: the distinct numbers that the body names by their indices. 0.0 and -0.0 are
             distinct.
     """

@@ -21,10 +21,10 @@ class ReadFeatures(msgspec.Struct, frozen=True, omit_defaults=True):
     is None.
 
     Attributes:
-        num_features: number of features of the SAE. `num_features` is None if the read has
-            `indices` and the SAE is not TopK, because the workers then receive only the rows of
-            these features.
-        asked: the features that the read named (`indices`). If the read has `top_k`, None.
+        num_features: number of features of the SAE. None if the action has `indices` and the SAE
+            is not a TopK SAE, because the workers then receive only the encoder's rows of these
+            features.
+        asked: the features that the action named (`indices`). None if the action has `top_k`.
     """
 
     num_features: int | None = None

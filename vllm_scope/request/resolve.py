@@ -4,7 +4,7 @@ Owns:  `resolve`, which makes a Resolved.
 Runs:  in the front-end (to check a request) and in EngineCore. numpy, no torch, no vLLM.
 From:  spec.   To: resolved.
 
-Promise: this module makes all checks that need the engine's layers, sizes or steering modules.
+Promise: a Resolved fits the engine's layers, row sizes and steering modules.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from vllm_scope.request.sites import STREAM, Phase, Place, Sites, kind_of
 #: The largest number of scores of one token that a policy can see. Monitors' scores are not
 #: counted.
 MAX_SEEN = 32
-#: If the linear probes at one `Place` have at most this many numbers, taps compute the numbers. A
-#: tap needs about the same time to compute one number as to copy the row. If there are more
-#: numbers, taps copy the rows, and the worker computes all numbers with one matrix product.
+#: Taps compute the numbers of a bank on the residual stream if its nets are linear and make at most
+#: this many numbers together. A tap needs about the same time to compute one number as to copy the
+#: row. For any other bank, taps copy the rows, and the worker computes the numbers of many rows.
 MOST_SCORED = 4
 
 
@@ -79,7 +79,8 @@ def resolve(
     twice = named & {one.name for one in told}
     if twice:
         raise SpecError(
-            f"a probe and a gate or dose are called {shown(min(twice))}; give each its own name."
+            f"two of the probes, features, lenses, gates and doses are called {shown(min(twice))}; "
+            "give each its own name."
         )
     summed = tuple(
         ResolvedMoments(
@@ -159,7 +160,7 @@ def _place_of(one: Features, sites: Sites, where: str) -> Place:
     takes = one.sae.width if isinstance(one.sae, HeldSae) else one.sae.encoder.shape[1]
     if takes != width:
         raise SpecError(
-            f"{where}.sae is of rows of {takes} numbers; rows of {one.site!r} have {width}."
+            f"{where}.sae takes rows of {takes} numbers; rows of {one.site!r} have {width}."
         )
     return place
 
@@ -179,8 +180,8 @@ def _resolved_features(one: Features, cells: tuple[Cell, ...], sites: Sites) -> 
             one.name, one.tokens, cells, None, one.indices, one.sae.threshold, one.threshold, one.to
         )
     place = _place_of(one, sites, "features")
-    # A TopK SAE has k active features for each row. All k are computed, and then the features in
-    # `indices` are selected.
+    # A TopK SAE has k active features for each row. If the action has `indices`, all k features are
+    # computed, and then the features in `indices` are selected.
     count = min(one.top_k or one.sae.num_features, one.sae.k or one.sae.num_features)
     bank = Strongest.of_sae(one.sae.name, count, place.group)
     return ResolvedFeatures(
@@ -257,6 +258,6 @@ def _check_encodings(reads: tuple[ResolvedRead, ...]) -> None:
                 names = [e.metadata["codec"] if e else "none" for e in (one, read.encoding)]
                 raise SpecError(
                     f"reads[{i}].codec would send {stream[0]!r} {stream[1]} to {shown(read.to)} "
-                    f"as {names[0]} and as {names[1]}; rows of one stream have one codec, and the "
-                    "same options, at one destination."
+                    f"as {names[0]} and as {names[1]}; rows of one stream must have one codec, "
+                    "with the same options, at one destination."
                 )

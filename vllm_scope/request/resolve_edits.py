@@ -91,15 +91,15 @@ class _Telling:
     """The numbers that taps write to the arena, by `Place`."""
 
     def __init__(self) -> None:
-        #: By the name of a score: the `Place` where a tap writes the score, the digest of the
-        #: number, and the tokens.
+        #: By the name of a gate's value or a dose: the `Place` where a tap writes the number, the
+        #: digest of the gate or the key of the dose, and the tokens.
         self._named: dict[str, tuple[Place, bytes, Selector]] = {}
-        #: By `Place`, and then by the digest of a number that a tap writes at this `Place`: the
-        #: index of the number.
+        #: By `Place`, and then by the digest or key of a number that a tap writes at this `Place`:
+        #: the index of the number in the bank.
         self._banks: dict[Place, dict[bytes, int]] = {}
         self._gates: dict[bytes, ResolvedGate] = {}
-        #: By the digest of a gate with a state: the `Place` of the gate's first edit, where a tap
-        #: writes the gate's value.
+        #: By the digest of a gate with a state: the `Place` where a tap writes the gate's value. It
+        #: is the last `Place` of the first edit whose gate has this digest and a name.
         self._firsts: dict[bytes, Place] = {}
 
     def add_gate(self, name: str, gate: ResolvedGate, edited: Place, tokens: Selector) -> None:
@@ -120,8 +120,8 @@ class _Telling:
         some.setdefault(digest, len(some))
 
     def _at(self, place: Place, digest: bytes) -> ToldAt | None:
-        """The place where a tap writes a number, or None if no tap writes the number. Call this
-        method after the last call of `add`."""
+        """The `ToldAt` of a number, or None if no tap writes the number. Call this method after the
+        last call of `add`."""
         index = self._banks.get(place, {}).get(digest)
         return None if index is None else (place, self._told[place], index)
 
@@ -130,7 +130,7 @@ class _Telling:
         return {place: Told.of(some, len(some), place.group) for place, some in self._banks.items()}
 
     def of(self, edit: ResolvedEdit) -> ResolvedEdit:
-        """The edit, with the `Place` of its gate's value and the `Place` of its dose."""
+        """The edit with the `ToldAt` of its gate's value and of its dose."""
         if not self._named:
             return edit
         gate = edit.gate
@@ -165,12 +165,12 @@ def check_order(gate: ResolvedGate, edited: Place, where: str) -> None:
     if _on_stream(gate.place) > _on_stream(edited):
         raise SpecError(
             f"{where} reads {gate.place.site!r} {gate.place.layer}, which comes after the edited "
-            f"{edited.site!r} {edited.layer}; a gate is at or before its edit."
+            f"{edited.site!r} {edited.layer}; a gate must be at or before its edit."
         )
     if gate.state is not None and gate.place.boundary == edited.boundary:
         raise SpecError(
             f"{where} reads {gate.place.site!r} {gate.place.layer}, which is the place of its edit "
-            f"({edited.site!r} {edited.layer}); a gate with a state is at an earlier place."
+            f"({edited.site!r} {edited.layer}); a gate with a state must be at an earlier place."
         )
 
 
@@ -192,8 +192,8 @@ def check_stages(asked: Resolved, num_stages: int) -> None:
 
 
 def _on_stream(place: Place) -> tuple[int, int]:
-    """The order of a `Place` in a forward: (boundary of the stream, group). A site inside a layer
-    has the number of the boundary before the site, and group 1."""
+    """The order of a `Place` in a forward: (boundary of the stream, group). For a site inside a
+    layer, the last boundary of the stream before the site, and group 1."""
     if place.site in INNER_SITES:
         late = ("mlp_in", "mlp_out", MLP_SITE, ROUTER_SITE)
         return 2 * place.layer + (place.site in late), 1
@@ -250,8 +250,8 @@ def _resolve_features(
 
 
 def _within(tokens: Selector, tier: str | None) -> Selector | None:
-    """The selector of those tokens in `tokens` that belong to the tier. Returns None if no token
-    can be selected."""
+    """The selector of those tokens in `tokens` that belong to the tier. Without a tier (None), the
+    same selector. Returns None if no token can be selected."""
     if tier is None:
         return tokens
     word = Word(tier)

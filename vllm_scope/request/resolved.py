@@ -65,12 +65,13 @@ class ResolvedRead:
 
 @dataclass(frozen=True)
 class Cell:
-    """A probe at one layer.
+    """A probe, or a features action, at one layer.
 
     Attributes:
-        bank: the bank of all the request's probes of the same stage at this `Place`.
+        bank: the head with the cell's numbers. A bank of nets has the nets of all the request's
+            cells of the same stage at this `Place`.
         net: the probe's net. A gate's value, an edit's dose and a Strongest have no net (None).
-        first: index of this probe's first number among the bank's numbers.
+        first: index of this cell's first number among the bank's numbers.
     """
 
     place: Place
@@ -87,7 +88,7 @@ class ResolvedProbe:
     Attributes:
         cells: one cell for each layer.
         pools: True if the probe's weight is an AttentionPool.
-        bias, activation, aggregate, threshold, after: the same as in Probe.
+        bias, activation, aggregate, to, threshold, after: the same as in Probe.
         stops: True if a verdict ends the request.
         step_tokens: the same number as `Sites.step_tokens`.
     """
@@ -136,7 +137,7 @@ class ResolvedFeatures:
         indices: the features that the caller wants. If `indices` is None, the caller wants all
             features of the bank.
         thresholds: if the cell has a net, the SAE's own thresholds, [num_indices].
-        threshold: values below this number are left out. Without a threshold, no value is left out.
+        threshold: values below this number are left out. If None, no active feature is left out.
         lens: (name, index in the spec) of the LensTopK. For features of an SAE, `lens` is None.
         top_k: for a lens, the caller's number of tokens. The bank can compute more than `top_k`
             tokens.
@@ -322,7 +323,7 @@ class Resolved:
         num_streams = sum(len(read.streams) for read in self.reads)
         actions = (*self.taking, *self.edits)
         items = sum(map(items_of, {one.tokens for one in actions}))
-        # An edit's direction is in memory twice: as the caller gave it, and at length 1.
+        # A vector of an edit or a gate can be in memory twice: as it was given, and at length 1.
         return (
             2 * sum(vectors.values())
             + sum(nets.values())
@@ -380,7 +381,7 @@ class Resolved:
 
     @cached_property
     def is_monitored_alone(self) -> bool:
-        """True if the request delivers only scores of the operator's monitors."""
+        """True if the request delivers nothing, or only scores of the operator's monitors."""
         others = self.reads or self.features
         return not others and all(is_monitor(probe.name) for probe in self.probes)
 

@@ -446,7 +446,8 @@ def check_sizes(selectors: Iterable[Selector]) -> None:
 
 
 def _check_ints(items: tuple[Any, ...], where: str, least: int = 1 - FAR) -> None:
-    """Raise SpecError if an item is not an int from `least` to FAR - 1."""
+    """Raise SpecError if there are no items or too many, or an item is not an int from `least` to
+    FAR - 1."""
     if not items:
         raise SpecError(f"{where} is empty; name at least one, or use 'all'.")
     if len(items) > MAX_ITEMS:
@@ -455,9 +456,11 @@ def _check_ints(items: tuple[Any, ...], where: str, least: int = 1 - FAR) -> Non
         return
     for item in items:  # find the wrong item, which the error text names
         if isinstance(item, bool) or not isinstance(item, int) or abs(item) >= FAR:
-            raise SpecError(f"{where} has {shown(item)}; it holds whole numbers.")
+            raise SpecError(
+                f"{where} has {shown(item)}; its items must be whole numbers of at most 40 bits."
+            )
         if item < least:
-            raise SpecError(f"{where} has {item}; its numbers are not negative.")
+            raise SpecError(f"{where} has {item}; its items must not be negative.")
 
 
 def _parse_slice(parts: object, where: str) -> Span:
@@ -472,7 +475,8 @@ def _parse_slice(parts: object, where: str) -> Span:
 
 
 def as_numbers(value: object) -> Any:
-    """Convert a range, numpy array or torch tensor to ints, and return other values unchanged."""
+    """Convert a numpy array or torch tensor to Python numbers, and a range, tuple or list to a list
+    (with its items converted). Other values are returned unchanged."""
     if isinstance(value, range | tuple | list):
         return [as_numbers(item) if hasattr(item, "tolist") else item for item in value]
     return value.tolist() if hasattr(value, "tolist") else value

@@ -9,13 +9,13 @@ between the attention and the MLP of layer k.
 
 Two sites can share a boundary, such as `resid_post` of layer k - 1 and `resid_pre` of layer k. The
 edits of `resid_post` apply before the edits of `resid_pre`. Therefore the stream can be read at
-three points of a shared boundary. At a shared boundary, level 0 is before all edits, level 1 is
-between the edits of the two sites, and level 2 is after all edits.
+three points of a shared boundary: level 0 is before all edits, level 1 is between the edits of the
+two sites, and level 2 is after all edits. At a boundary of only one site, level 0 is before the
+site's edits, and level 1 is after the site's edits.
 
-Sites inside a layer (INNER_SITES) and `ln_final` are not on the stream. Each site has an index in
-KINDS. In the number of a site's boundary at layer k, the upper bits are the site's index in KINDS,
-and the lower 16 bits are k. All rows of one kind have the same width. At a boundary that is not on
-the stream, level 0 is before the site's edits, and level 1 is after the site's edits.
+Sites inside a layer (INNER_SITES) and `ln_final` are not on the stream. Each of these sites has an
+index in KINDS. In the number of such a site's boundary at layer k, the upper bits are this index,
+and the lower 16 bits are k. All rows of one kind have the same width.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def canonical_site(site: object, where: str) -> str:
 
 
 def layer_of(site: object, layer: int | None) -> int:
-    """The layer of a stream that a caller reads from a result. For a site without layers, returns
-    0.
+    """The layer of a stream that a caller reads from a result. If the caller names no layer, the
+    result is 0 for a site without layers.
 
     Raises:
         KeyError: the site has layers, and `layer` is None.
@@ -175,7 +175,8 @@ def layer_of(site: object, layer: int | None) -> int:
 
 
 def embedding_hint(way: str | None) -> str:
-    """The last sentence of an error about a layer. If `way` is None, returns an empty string."""
+    """The last sentence of an error about a layer. `way` is the argument `embedding` of
+    `parse_layers`. If `way` is None, returns an empty string."""
     return "" if way is None else f" For the embedding output use {way}."
 
 
@@ -197,7 +198,9 @@ def parse_layers(
         one = list(layers) if isinstance(layers, list | tuple) else [layers]
         if layers in ("all", None) or (len(one) == 1 and type(one[0]) is int and one[0] == 0):
             return (0,)
-        raise SpecError(f"{where} is {shown(layers)}; site {site!r} has no layers, leave it out.")
+        raise SpecError(
+            f"{where} is {shown(layers)}; site {site!r} has no layers, leave the layer out."
+        )
     if layers is None or (isinstance(layers, str) and layers == "all"):
         return None
     if isinstance(layers, int) and not isinstance(layers, bool):
@@ -319,8 +322,8 @@ class Sites:
 
     @property
     def row_sizes(self) -> tuple[int, ...]:
-        """The `row_size` of each kind, up to the last kind that is tapped. The size is 0 for sites
-        of the attention, `mlp_post` and `router_logits` if these sites are not tapped."""
+        """The `row_size` of each kind, up to the last kind that is tapped. The size is 0 for a kind
+        whose size is not known, because `heads`, `mlp_size` or `num_experts` is None."""
         last = kind_of(max(self.boundaries, default=0))
         unknown = {*(ATTENTION_SITES if self.heads is None else ())}
         sizes_of_parts = {MLP_SITE: self.mlp_size, ROUTER_SITE: self.num_experts}

@@ -68,8 +68,8 @@ ACTIONS: dict[str, type[Action]] = {
     "reads": Read, "probes": Probe, "edits": Edit, "features": Features, "lens": LensTopK,
     "moments": Moments,
 }  # fmt: skip
-#: The limit of the cache of parsed specs, in bytes, and the length of the longest text in this
-#: cache. (Each lookup hashes the text.)
+#: The limit in bytes of each of three caches (parsed specs, results of `of_engine`, Meanings), and
+#: the length of the longest text in the first cache. (Each lookup hashes the text.)
 REMEMBERED_BYTES, LONGEST_REMEMBERED = 64 << 20, 1 << 20
 #: The largest resolved spec that is cached, in bytes.
 LARGEST_REMEMBERED = 32 << 20
@@ -83,7 +83,7 @@ Named = TypeVar("Named", Edit, Features, LensTopK)
 
 @dataclass(frozen=True)
 class Spec:
-    """All actions of one request. The edits apply in the order of the field `edits`."""
+    """All actions of one request. At one site and layer, edits apply in the order of `edits`."""
 
     reads: tuple[Read, ...] = ()
     probes: tuple[Probe, ...] = ()
@@ -126,8 +126,8 @@ class Spec:
         for read in self.reads:
             if called.setdefault(read.to, (read.tag, read.name)) != (read.tag, read.name):
                 raise SpecError(
-                    f"the reads to {shown(read.to)} differ in tag or name; a request has one of "
-                    "each at a sink."
+                    f"the reads to {shown(read.to)} differ in tag or name; all reads of a request "
+                    "to one sink must have one tag and one name."
                 )
 
     def with_edits(self, edits: tuple[Edit, ...]) -> Spec:
@@ -213,8 +213,8 @@ class Spec:
     def of_engine(
         self, saes: Mapping[str, Any], lenses: Mapping[str, Collection[Place]] | None = None
     ) -> Spec:
-        """This spec, with the rows of SAEs and the layers of lenses in place of the names. If the
-        spec does not name an SAE or a lens, returns the spec itself.
+        """This spec, with the rows or sizes of SAEs in place of their names, and with the layers of
+        lenses. If the spec does not name an SAE or a lens, returns the spec itself.
 
         Args:
             saes: the SAEs that the engine has loaded, by name.
@@ -293,7 +293,8 @@ class Spec:
 
         Raises:
             SpecError: the model does not have one of the layers, the engine does not tap one of the
-                sites or layers, a vector has a wrong size, or a module is unknown.
+                sites or layers, a vector has a wrong size, a module is unknown, or two actions do
+                not fit together (such as two codecs for one stream).
         """
         return resolve(
             self.reads, self.probes, self.edits, sites, modules or {}, self.features, self.policy,
@@ -308,8 +309,8 @@ def _names() -> tuple[str, ...]:
 
 
 _parsed: Remembered[str, Spec] = Remembered(REMEMBERED_BYTES)
-#: A tuple of the engine's SAEs, the engine's lenses, and a spec with the rows and layers in place
-#: of the names.
+#: A tuple of the engine's SAEs, the engine's lenses, and the spec that `of_engine` made with these
+#: SAEs and lenses.
 _Expanded = tuple[Mapping[str, Any], Mapping[str, Collection[Place]] | None, Spec]
 #: The results of `of_engine` for specs that name SAEs or lenses, by the digest of the spec.
 _expanded: Remembered[bytes, _Expanded] = Remembered(REMEMBERED_BYTES)
@@ -358,7 +359,7 @@ class Meanings:
             spec: the Spec of `packed`. If None, `packed` is unpacked when a Spec is needed.
 
         Raises:
-            KeyError: an Array is not among `arrays`. SpecError: as Spec.resolve.
+            KeyError: an Array is not among `arrays`. SpecError: the same errors as Spec.resolve.
         """
         key = (packed.digest, version)
         known = self._known.get(key)
@@ -432,7 +433,8 @@ def scope(*actions: Action | Policy) -> dict[str, str]:
         extra_args.
 
     Raises:
-        SpecError: there is no action, or an argument is not an action.
+        SpecError: there is no action, an argument is not an action, there are too many actions, or
+            two actions do not fit together.
     """
     for i, action in enumerate(actions):
         if not isinstance(action, Action | Policy):

@@ -12,9 +12,9 @@ from vllm_scope.request.sites import SiteLayer
 
 
 class OverStreams:
-    """Iteration, `len` and `in` over the pairs (site, layer) of an object's streams. In a
-    condition, an object without streams also counts as true. Therefore `if output.scope` tests
-    whether a result exists."""
+    """Iteration, `len` and `in` for an object with streams. Iteration gives the pairs (site, layer)
+    of the streams. In a condition, an object without streams also counts as true. Therefore
+    `if output.scope` tests whether a result exists."""
 
     def keys(self) -> list[SiteLayer]:
         """The pair (site, layer) of each stream."""

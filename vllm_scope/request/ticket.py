@@ -35,7 +35,7 @@ class Recipient(msgspec.Struct, frozen=True, array_like=True):
         request_id: the caller's id of the request.
         uid: the request's id at sinks. All completions of the request have the same uid.
         child: index of the completion among the request's completions.
-        owner: digest of the API key, or an empty string if there is no API key.
+        owner: the same as Asker.owner: a digest of the API key, or an empty string offline.
         follows: True if the caller sees outputs before the last output.
         awaits: False if the request ends with its last token, because the workers do not send
             anything about the request to the front-end.

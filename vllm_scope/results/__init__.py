@@ -5,7 +5,7 @@ buffer.py  the rows of one request
 table.py   a request's values by column, in order of arrival
 allocator.py  memory for values, which the allocator uses again
 copiers.py    the threads that copy values into this memory
-budget.py  the limits of bytes for all requests, and for the requests of one key
+budget.py  the limits of bytes for all requests, and for the requests of one API key
 result.py  ScopeResult, which the caller reads
 snapshot.py   the interface through which values of a snapshot are read
 streams.py the rows of a result's streams

@@ -1,6 +1,6 @@
 """Memory for rows that is used again, because the first write to new memory costs more than a copy.
 
-Owns:  CachingAllocator, `reuse_bytes` (the amount of memory that an allocator may keep).
+Owns:  CachingAllocator, `reuse_bytes` (the largest number of bytes of free segments).
 Runs:  in the front-end. `empty` runs on the receiver's thread. Any thread may free an array.
 To:    table.
 
@@ -232,7 +232,7 @@ def reuse_bytes(environ: Mapping[str, str] = os.environ, num_processes: int = 1)
     the variable is not set, `num_processes` processes share a quarter of the memory equally.
 
     Raises:
-        ConfigError: the variable is not a number of at least 0.
+        ConfigError: the variable is not a number from 0 to below 1e9.
     """
     text = environ.get(VARIABLE)
     if not text:
@@ -242,7 +242,7 @@ def reuse_bytes(environ: Mapping[str, str] = os.environ, num_processes: int = 1)
     except ValueError:
         value = -1.0
     if not 0 <= value < 1e9:
-        raise ConfigError(f"{VARIABLE} is {shown(text)}; it must be a number from 0 on.")
+        raise ConfigError(f"{VARIABLE} is {shown(text)}; it must be a number from 0 to below 1e9.")
     return int(value * 2**20)
 
 

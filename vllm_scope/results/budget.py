@@ -2,7 +2,7 @@
 
 Owns:  Budget, Share (one request's part of the budget), `bytes_of_prompt`, Asker, `asking` (the
        sender of the current request).
-Runs:  in an API server. The event loop makes shares, and the receiver's threads make shares grow.
+Runs:  in an API server. The event loop makes shares, and the receiver's thread makes shares grow.
        Offline (`LLM`) there is no limit, because the caller owns the memory.
 To:    inbox (checks requests that enter), buffer (checks arriving rows), server.store (files).
 
@@ -50,7 +50,7 @@ class Asker:
     """The sender of the request that the running code handles.
 
     Attributes:
-        owner: a digest of the API key. "" offline.
+        owner: a digest of the API key (of an empty text if there is no key). "" offline.
         operator: True if the sender may see file paths and the whole reports of sinks.
         expect: a function that the inbox calls before a request enters, with the number of bytes
             that the prompt delivers to this process. The function raises CapacityError if there
@@ -192,7 +192,7 @@ def bytes_of_prompt(own: Resolved, whole: Resolved, sites: Sites, prompt_ids: Se
         return 0
     if not own.uniform:
         return _bytes_of(own, whole, sites, np.asarray(prompt_ids, np.int64))
-    # All tokens of the request deliver the same number of bytes. The number is cached in `own`,
+    # All tokens of a prompt deliver the same number of bytes. The number is cached in `own`,
     # because many requests share `own`.
     known = own.__dict__.get("_bytes_of_token")
     if known is None or known[0] is not whole or known[1] is not sites:

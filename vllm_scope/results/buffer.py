@@ -35,9 +35,9 @@ from vllm_scope.results.table import ArrivedParts, Table, TableKey
 from vllm_scope.sinks import Manifest
 from vllm_scope.sinks.metrics import count_decision
 
-#: Number of positions that a new table has room for, if the request reads only some tokens.
+#: Largest number of positions that a new table has room for, if not all selectors are uniform.
 FIRST_ROOM = 64
-#: Largest number of positions that a new table has room for, if the request reads all tokens.
+#: The same number for a request whose selectors are all uniform (Selector.uniform).
 MOST_ROOM = 4096
 
 LATE = (
@@ -47,11 +47,11 @@ LATE = (
 
 
 class Piece(NamedTuple):
-    """Values of one kind, from tokens with the same layout.
+    """Values of one kind (snapshot.What), from tokens with the same layout.
 
     Attributes:
-        key: the key of the table that gets the values. The key consists of the kind of the values
-            and the columns of the whole layout.
+        key: the key of the table that gets the values. The key consists of the kind of the values,
+            their columns in the whole layout, and `Layout.also`.
         columns: the columns that `values` contains. The columns are all columns of `key`, or fewer
             columns if `values` comes from one tap.
         values: uint8 [num_tokens, num_columns, bytes of a value], in memory that the worker reuses.
@@ -96,9 +96,9 @@ def pieces_of(layout: Layout, local: Layout, data: np.ndarray, widths: Widths) -
 
 @lru_cache(maxsize=1024)
 def _keys_of(layout: Layout) -> dict[Head, TableKey]:
-    """Maps a head to the key of the table for the head's values. Neighbouring heads that compute
-    the same numbers share one table. For example, the banks of a probe over several layers share
-    one table."""
+    """Maps a head to the key of the table for the head's values. Neighbouring banks that differ
+    only in their digests share one table. For example, the banks of a probe over several layers
+    share one table."""
     found: dict[Head, TableKey] = {}
     for what, some in groupby(layout.encoded, lambda pair: _what(pair[0])):
         pairs = list(some)
@@ -115,7 +115,7 @@ class Pending:
     """The arriving rows and scores of one request.
 
     Args:
-        asked: the reads and probes whose values go to the sink `memory`.
+        asked: the reads, probes and features whose values go to the sink `memory`.
         share: the request's part of the budget. None offline.
         allocator: makes the memory for the rows.
 
@@ -123,7 +123,8 @@ class Pending:
         key: the request's key, unique among all front-ends.
         manifests: the request's manifest at each sink, by the sink's name.
         decisions: the decisions of the request's policy.
-        done: a future that is done when every pipeline stage has sent its last row or an error.
+        done: a future that is done when every pipeline stage has sent its last row or an error, or
+            when no further message will come.
         num_came: a counter that grows when values arrive or are lost, or a decision arrives.
     """
 
@@ -160,8 +161,8 @@ class Pending:
         """Make room for values from tokens with the same layout.
 
         Args:
-            labels: int64 [2, num_tokens]: positions, and arrival numbers. Of two rows, the row that
-                was computed later has the larger arrival number.
+            labels: int64 [2, num_tokens]: positions, and arrival numbers. Of two rows of one
+                position, the row that was computed later has the larger arrival number.
             some: the indices of this request's tokens.
         """
         if not self._reading:
@@ -260,10 +261,11 @@ class Pending:
 
     def lose(self, why: str, over: bool = False) -> None:
         """Drop the values of the request that have arrived, and the values in later messages. The
-        request itself continues.
+        result gets the reason `why`. vLLM's request continues.
 
         Args:
-            over: True if some stages will not report their end. If so, `done` is resolved now.
+            over: True if some pipeline stages will not report the end of the request. If so, `done`
+                is resolved now.
         """
         self.error = self.error or why
         self.clear()

@@ -1,4 +1,4 @@
-"""One stream, probe or Features of a result, as the server encodes it.
+"""One part of a result that the server encodes: a stream, probe, Features, or layer of a lens.
 
 Owns:  Column.
 From:  result, cursor.   To: server.
@@ -19,11 +19,11 @@ from vllm_scope.codecs.packed import EncodedRows, decoded
 
 @dataclass(frozen=True)
 class Column:
-    """One stream, probe or Features of a result.
+    """One stream, probe or Features of a result, or one layer of a lens.
 
     Attributes:
         label: (site, layer, "before" or "after") of a stream, or the name of a probe or features.
-        source: the values. For a read with a codec, EncodedRows. For features, SparseRows.
+        source: the values: EncodedRows for a read with a codec, SparseRows for features or a lens.
         positions: int64 [n], ascending.
         row_shape: the shape of one row. `()` for scores.
         aggregates: float32 [n] if the probe has an aggregate, else None.
@@ -44,7 +44,7 @@ class Column:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of `values`."""
+        """Number of bytes of `values`. For features, of their values without the indices."""
         return math.prod(self.source.shape) * self.source.dtype.itemsize
 
     def at(self, places: np.ndarray) -> Column:

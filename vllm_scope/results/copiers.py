@@ -60,8 +60,9 @@ def copy_all(copies: Sequence[Copy]) -> None:
 
 
 def shares_of(copies: Sequence[Copy], count: int, total: int) -> list[list[Copy]]:
-    """The copies, divided into `count` shares of about `total / count` bytes each. If a copy is
-    larger than the rest of a share, the copy is cut along its first axis."""
+    """The copies, divided into at most `count` shares of about `total / count` bytes each. `total`
+    is the number of bytes of all copies. If a copy is larger than the rest of a share, the copy is
+    cut along its first axis."""
     most = -(-total // count)
     shares: list[list[Copy]] = [[]]
     left = most

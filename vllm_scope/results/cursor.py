@@ -5,8 +5,8 @@ Runs:  in the front-end, for one completion, on its event loop.
 From:  result (snapshots, from the first to the last).   To: server.
 
 Promise: each value of a stream or probe is returned one time, in position order, as soon as the
-values of all earlier positions have arrived. After a preemption the engine computes positions
-again. If the cursor has already returned the value of such a position, the new value is left out.
+values of all earlier selected positions have arrived. After a preemption the engine computes
+positions again. If the value of such a position was already returned, the new value is left out.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from vllm_scope.results.snapshot import Source, What
 
 @dataclass
 class _Track:
-    """One stream, or the numbers of one bank, whose new values are followed.
+    """One stream, or one bank at one point, with the values that `take` has not used yet.
 
     Attributes:
         state: None while the bank's probes wait for the verdict of the first stage.
-        new: the values that the next call of `take` returns.
+        new: the values that `look` has found since the last call of `take`.
         sent: for a stream, the positions that `take` has returned.
     """
 
@@ -107,8 +107,8 @@ class Cursor:
     def look(self, result: ScopeResult) -> None:
         """Add the new values of a later snapshot."""
         self._num_prompt = result.num_prompt
-        #: The streams of one table have the same positions. Therefore one call of `follow` is
-        #: enough for all streams of a table.
+        #: Streams of one table usually share their position arrays. Then one call of `follow` is
+        #: enough for all these streams.
         known: dict[tuple[int, ...], tuple[State, Ints, Places]] = {}
         for track in self._of(result):
             if track.state is None:
@@ -135,7 +135,7 @@ class Cursor:
     @property
     def settled(self) -> int:
         """The first position whose scores may still arrive. All wanted scores below this position
-        were returned. The scores of an operator's monitors are not considered."""
+        have arrived. The scores of an operator's monitors are not considered."""
         found = []
         for track in self._own:
             state = track.state

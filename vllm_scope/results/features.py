@@ -4,7 +4,7 @@ Owns:  SparseFeatures (the features of one action), Features (all SparseFeatures
 Runs:  in the front-end, and in every process that unpickles a result.
 From:  batch.sparse, scores.   To: result; server.encode.
 
-Promise: `tokens` has each position whose features arrived, even if no feature is active.
+Promise: `tokens` has each position whose features arrived, even if no feature is active there.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class SparseFeatures:
         positions: int64 [num_values], CPU, ascending: the absolute position of each value.
         indices: int64 [num_values], CPU: the feature number of each value.
         values: float32 [num_values], CPU. At each position, the largest value comes first.
-        tokens: int64 [num_tokens], ascending: all positions that the SAE encoded. Positions without
-            an active feature are in `tokens` too.
+        tokens: int64 [num_tokens], ascending: all positions whose features arrived. Positions
+            without an active feature are in `tokens` too.
         num_features: the SAE's number of features. None if the read has `indices` and the SAE is
             not a TopK SAE.
         asked: the read's `indices`. None if the read has `top_k` instead.
 
-    `num_features` and `asked` are None if an earlier version of this package wrote the file with
-    the features.
+    `num_features` and `asked` are None if an earlier version of this package wrote the file, or
+    sent the answer, with the features.
     """
 
     def __init__(self, rows: SparseRows, tokens: Tensor) -> None:
@@ -72,7 +72,7 @@ class SparseFeatures:
         """(index, value) of each feature at a position, the strongest feature first.
 
         Raises:
-            KeyError: the SAE did not encode this position.
+            KeyError: `tokens` does not have this position.
         """
         if position not in self.tokens:
             raise KeyError(f"position {position} has no features; see tokens.")
@@ -83,7 +83,8 @@ class SparseFeatures:
     def save(self, path: str | PathLike[str]) -> None:
         """Write a file. If the path ends in `.safetensors`, the file has the tensors `positions`,
         `indices`, `values` and `tokens`. If the path ends in `.parquet`, the file has a table with
-        a row for each value (`files.features`). The file also has the contents of `metadata`.
+        a row for each value, and a row for each token without values (`files.features`). The file
+        also has the contents of `metadata`.
 
         Raises:
             FileError: the path ends in neither `.safetensors` nor `.parquet`.

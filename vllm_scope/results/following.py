@@ -34,7 +34,8 @@ class State:
             returned, is in `due`, or is not wanted.
         due: wanted positions below `seen` that were not returned yet, ascending.
         taken: for each part, the number of values that `follow` has looked at.
-        early: positions that arrived before an earlier position, and the `Places` of their values.
+        early: the positions of values that arrived but cannot be returned yet, and the `Places` of
+            these values.
     """
 
     seen: int

@@ -71,9 +71,9 @@ class Inbox:
         self._outsiders: weakref.WeakSet[Pending] = weakref.WeakSet()
         # Keys must be unique over all front-ends, because all front-ends share the workers.
         self._keys = itertools.count(secrets.randbits(30) << 32)
-        #: Number of tokens that have arrived so far, in all messages. The arrival numbers of a
-        #: message's tokens count from this number. If a position has several rows, the row with the
-        #: largest arrival number is the last one.
+        #: Number of tokens in all messages so far. All messages of one step that is drained tap by
+        #: tap count as one message. The arrival numbers of the next step's tokens begin at this
+        #: number. If a position has several rows, the row with the largest number is the last one.
         self._num_arrived = 0
         self._last_tap: _Tap | None = None
         self._copiers, self.allocator = Copiers(num_copiers), allocator
@@ -111,7 +111,8 @@ class Inbox:
             copies: number of completions of the request (`n`), which enter together.
 
         Raises:
-            SpecError: all completions together deliver more bytes than one API key may ever hold.
+            SpecError: the prompt delivers more bytes, for all completions together, than one API
+                key may ever hold.
             CapacityError: the sender's API key has no room now, in memory or in files.
         """
         share, asker = None, asking.get()
@@ -128,8 +129,8 @@ class Inbox:
         return pending
 
     def hold(self, num_bytes: int) -> Share | None:
-        """Count `num_bytes` bytes in the budget of the current sender, for rows that are kept after
-        their request has ended. The bytes count until the returned Share is garbage-collected.
+        """Count `num_bytes` bytes for the current sender in the budget, for rows that are kept
+        after their request has ended. The bytes count until this Share is garbage-collected.
         Returns None offline. Raises SpecError and CapacityError as `open` does."""
         return None if self.budget is None else Share(self.budget, num_bytes, 1, asking.get().owner)
 
@@ -139,8 +140,8 @@ class Inbox:
         pending.clear()
 
     def renew(self) -> None:
-        """Make engines connect again. Callers use this method if rows that are due do not arrive,
-        because a worker may have dropped this process."""
+        """Make engines connect again. Callers use this method if rows that are due do not arrive.
+        A possible reason is that a worker has dropped this process."""
         self.generation += 1
 
     def listen(self, host: str) -> None:
@@ -177,8 +178,8 @@ class Inbox:
 
         If a step is drained tap by tap, one message arrives for each tap, in ascending order of
         taps. The messages of one step have the same arrival numbers. The columns of a request can
-        then share their labels. If a message's tap is not later than the previous message's tap,
-        the message begins a new step and has larger numbers.
+        then share their labels. If a message has other tokens than the previous message, or its tap
+        is not later, the message begins a new step and has larger numbers.
         """
         last = self._last_tap
         if (
@@ -242,7 +243,8 @@ def num_pending() -> int:
 
 
 def num_bytes_held() -> int:
-    """Number of bytes of rows and scores of this process's running requests. Returns 0 offline."""
+    """Number of bytes in this process's budget that are taken, for running requests and by
+    `Inbox.hold`. Returns 0 offline."""
     return 0 if _budget is None else _budget.num_bytes
 
 

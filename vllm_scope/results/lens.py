@@ -49,7 +49,7 @@ class TopTokens:
         """(token id, log-probability) of each token at a position, the likeliest token first.
 
         Raises:
-            KeyError: the lens was not applied at this position.
+            KeyError: `positions` does not have this position.
         """
         (found,) = (self.positions == position).nonzero(as_tuple=True)
         if not len(found):
@@ -65,7 +65,7 @@ class LensTokens(Mapping[int, TopTokens]):
     """The tokens of one LensTopK by layer. The layers are in ascending order.
 
     Args:
-        tokenizer: decodes token ids for the table in a notebook. If None, the table shows ids.
+        tokenizer: decodes token ids for `picture`. If None, the picture shows token ids.
     """
 
     def __init__(self, layers: Mapping[int, TopTokens], tokenizer: Any = None) -> None:

@@ -6,7 +6,8 @@ From:  buffer.   To: streams, scores (which read the result as a Snapshot).
 
 Promise: a result has one row for each (site, layer, position) that was requested and processed. If
 a row was computed several times, the result has the last one of these rows. `expected` and
-`delivered` show whether a row is missing. Messages of stages and steps may arrive in any order.
+`delivered` show whether a row is missing. Messages of different pipeline stages may arrive in any
+order.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ class ScopeResult(OverStreams):
     rows are `result.positions("resid_post", 5)`. A position is an index into the prompt and the
     generated tokens. The row of position p is computed while the model processes the token at
     position p. The token sampled last has no row. If a stream was read before and after the edits
-    of its site, the key needs a third word: `result["resid_post", 5, "before"]`. Rows of a read
-    with a codec are decoded. `result.encoded("resid_post", 5)` returns the encoded rows.
+    of its site, this key means the rows after the edits, and `result["resid_post", 5, "before"]`
+    has the rows before the edits. Rows of a read with a codec are decoded.
+    `result.encoded("resid_post", 5)` returns the encoded rows.
 
     Attributes:
         scores: the scores of each probe by name, float32 [num_positions]. The positions of the
@@ -70,15 +72,16 @@ class ScopeResult(OverStreams):
             has stopped controlling the request, the last decision has an `error`.
         status: "streaming" while the request runs. "failed" if reads or edits failed (see `error`).
             After the end: "complete" if all requested values have arrived, "incomplete" if values
-            are missing, "aborted" if the request was aborted.
+            are missing, "aborted" if the request was aborted or vLLM ended it with an error.
         error: the reason if `status` is "failed", else None.
         manifests: the request's manifest at each sink except memory, by the sink's name. If a
             manifest has the status "error", the result has the status "failed". If a manifest has
             the status "partial", the result has the status "incomplete". The manifests have no
             effect on the rows of the result.
-        expected: number of rows and scores that the caller requested for the tokens processed so
-            far. `expected` and `status` ignore scores of an operator's monitors.
-        delivered: number of expected rows and scores that have arrived.
+        expected: number of values that the caller requested for the tokens processed so far: rows,
+            scores, and one value per token for each `Features` and each layer of a lens. `expected`
+            and `status` ignore scores of an operator's monitors.
+        delivered: number of expected values that have arrived.
         dropped: 0 while `status` is "streaming", else expected - delivered.
     """
 
@@ -267,8 +270,8 @@ class ScopeResult(OverStreams):
         return [*of_rows, *banks]
 
     def parts_of(self, source: Source) -> list[Part]:
-        """The values of a source that have arrived so far, in order of arrival. A later snapshot
-        has the same values at the beginning, and may have further values."""
+        """The values of a source that have arrived so far. Each part has its values in order of
+        arrival. In a later snapshot, the same part begins with the same values."""
         return self.arrived(source.what, source.place)
 
     def wanted(self, selectors: Sequence[Selector], first: int = 0) -> np.ndarray:
@@ -282,7 +285,8 @@ class ScopeResult(OverStreams):
         sites inside the attention the shape is [1, num_positions, heads, numbers of a head].
 
         Raises:
-            SpecError: the request did not read all positions from 0 on, or rows are missing.
+            SpecError: a stream does not have the positions 0, 1, 2, ... without a gap, or rows are
+                missing.
         """
         from vllm_scope.analysis.cache import ActivationCache
 
@@ -297,7 +301,7 @@ class ScopeResult(OverStreams):
         )
 
     def picture(self, tokenizer: Any = None) -> Picture:
-        """A picture of the status, the counts, the arrived values, and each token's scores.
+        """A picture of the status, the counts, the arrived values, and the first probes' scores.
 
         Args:
             tokenizer: an object with `decode`, such as `llm.get_tokenizer()`. None: token ids.
@@ -311,8 +315,8 @@ class ScopeResult(OverStreams):
 
     def monitored(self) -> ScopeResult:
         """A result with only the scores of an operator's monitors. The scores stay the same if the
-        caller changes the result that it received. The new result keeps no reference to the memory
-        of the rows."""
+        caller changes tensors of this result. The new result keeps no reference to the memory of
+        the rows if no row of this result was used yet."""
         found = ScopeResult.__new__(ScopeResult)  # `copy.copy` would call __getstate__
         found.__dict__.update(self.__dict__)
         found._score_table, banks = self._score_table.monitors()

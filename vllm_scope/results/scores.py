@@ -208,9 +208,9 @@ class ScoreTable:
     def _together(
         self, one: ResolvedProbe | ResolvedFeatures, of: Snapshot
     ) -> tuple[Tensor, Ints] | None:
-        """The result of `_summed` without a copy, or None. The result is None unless one table has
-        the cells' numbers, in order, without repeated positions. Every request with a monitor calls
-        `_together`, therefore `_together` must be fast."""
+        """The result of `_summed`, without a copy of the cells' numbers. None unless one table has
+        the numbers of all cells, at ascending positions without repeats. Every request with a
+        monitor calls `_together`, therefore `_together` must be fast."""
         keys = cells_of(one)
         bank = keys[0][0]
         if any(key[0] is not bank for key in keys):
@@ -243,8 +243,8 @@ class ScoreTable:
         return torch.from_numpy(total), chosen.positions
 
     def _table_of(self, bank: Bank, of: Snapshot) -> _Table | None:
-        """A bank's numbers. None if the numbers are not all in one table, or if the columns of this
-        table have different positions."""
+        """A bank's numbers. None if the numbers are not all in one table, or if this table is empty
+        or its columns have different positions."""
         if bank not in self._tables:
             table = of.only_table(bank)
             found = None if table is None else table.together()
@@ -300,7 +300,7 @@ class ScoreTable:
         self, parts: Sequence[Part], one: ResolvedProbe | ResolvedFeatures, of: Snapshot
     ) -> Chosen:
         """The values of some parts that a probe or a `Features` uses. Layers that are computed
-        together share their position arrays, and the choice is made one time for all of them."""
+        together share their position arrays, and one choice is made for all these layers."""
         key = tuple(id(part.positions) for part in parts), one.tokens, one.after
         known = self._chosen.get(key)
         if known is None:
@@ -340,14 +340,14 @@ class ScoreTable:
 
 
 def positions_of(parts: Sequence[Part]) -> Ints:
-    """The positions that arrived, in order of arrival."""
+    """The positions of all parts, one part after another."""
     if len(parts) == 1:
         return parts[0].positions
     return np.concatenate([p.positions for p in parts]) if parts else np.zeros(0, np.int64)
 
 
 class Named(Mapping[str, T]):
-    """Values of a result, by the names in the request. Each access makes a new value."""
+    """Values of a result, by the names in the request. A value is computed when it is accessed."""
 
     def __init__(self, names: Collection[str], table: ScoreTable, of: Snapshot) -> None:
         self._names, self._table, self._of = names, table, of

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 #: A stream before or after the edits of its site: (site, layer, phase).
 StreamKey = tuple[str, int, Phase]
-#: The kind of values: raw rows (None), encoded rows, or numbers of a bank of probes.
+#: The kind of values: raw rows (None), encoded rows, or the numbers of a bank or of another head.
 What = Head | None
 #: The parts that arrived, by the kind of their values and by point.
 Parts = Mapping[What, Mapping[int, list[Part]]]

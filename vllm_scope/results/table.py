@@ -1,11 +1,11 @@
 """Values of one request by column, in the order of their arrival.
 
 Owns:  Table, FrozenTable (a table's contents in one snapshot), ArrivedParts (all tables' parts).
-Runs:  in the front-end. The receiver's thread makes room for values. Copiers write the values. Any
-       thread may read the values.
+Runs:  in the front-end. The receiver's thread makes room for values. This thread and the copiers
+       write the values. Any thread may read the values.
 From:  buffer.   To: copiers (the copies to make), result.
 
-Promise: no thread writes to memory that a snapshot shares.
+Promise: no thread changes a value that a snapshot has.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Table:
         allocator: makes the memory for the values.
 
     Attributes:
-        columns: the points.
+        columns: the point that names each column.
     """
 
     def __init__(
@@ -134,7 +134,8 @@ class Table:
         self._placed = [*self._placed[:at], last, *self._placed[at + 1 :]]
 
     def copies(self) -> list[Copy]:
-        """The copies that the caller must make before `commit`. Small values are already copied."""
+        """The copies that the caller must make before `commit`. `write` itself has already copied
+        small values."""
         return [(self._values[where], values) for where, values in self._coming]
 
     def commit(self) -> None:
@@ -195,8 +196,8 @@ class FrozenTable:
 
     def together(self) -> tuple[Part, np.ndarray] | None:
         """Returns all columns as one Part of uint8 rows, and the same bytes as an array [n,
-        num_columns, bytes]. None if the table is empty, or if the columns have different
-        positions."""
+        num_columns, bytes]. None if the table is empty, or if the columns do not share their
+        labels."""
         if not self.values.size or len(self.counts) != 1:
             return None
         values = self.values[: self.counts[0]]

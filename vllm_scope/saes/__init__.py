@@ -1,4 +1,4 @@
-"""Sparse autoencoders (SAEs) and transcoders, from the files of their publishers. Needs only torch.
+"""Sparse autoencoders (SAEs) and transcoders, from the files of their publishers. Needs no vLLM.
 
 sae.py          Sae (the type of SAEs and transcoders), and Feature (one feature of an SAE)
 load.py         load_sae and load_saes, which find the format by the names of the files

@@ -33,7 +33,8 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class Given:
-    """Properties that the caller gave for an SAE. If a field is None, the SAE's files give it."""
+    """Properties that the caller gave for an SAE. A property that is None comes from the SAE's
+    files, or from the names of the folders."""
 
     name: str
     place: Place | None = None
@@ -42,11 +43,11 @@ class Given:
 
 
 def read_config(path: Path, kind: type[Config], what: str = "an SAE") -> Config:
-    """Read the configuration in a JSON file as an object of type `kind`. Other fields in the file
-    are ignored.
+    """Read the configuration in a JSON file as an object of type `kind`. Fields that `kind` does
+    not have are ignored.
 
     Raises:
-        SpecError: the file is too large or not JSON, or a field has the wrong type.
+        SpecError: the file is too large or not JSON, or a field is missing or has the wrong type.
         OSError: the file cannot be read.
     """
     try:
@@ -67,7 +68,8 @@ def map_safetensors(path: Path) -> Tensors:
 
 def map_npz(path: Path) -> Tensors:
     """The tensors of an .npz file, by name. Raises SpecError if the file is malformed or
-    compressed. Raises OSError if the file cannot be read."""
+    compressed, or has an array that is not floats in C order. Raises OSError if the file cannot be
+    read."""
     tensors: Tensors = {}
     try:
         with open(path, "rb") as file, zipfile.ZipFile(file) as archive:

@@ -43,13 +43,13 @@ class _Config(msgspec.Struct):
 
 
 def load_npz(folder: Path, given: Given) -> Sae:
-    """Load the SAE of a folder with `params.npz`. Raises SpecError and OSError."""
+    """Load the SAE of a folder with `params.npz`. Raises the same errors as `load_sae`."""
     path = folder / NPZ
     return _sae(map_npz(path), path, given.place or _place_in(path), given)
 
 
 def load_safetensors(folder: Path, given: Given) -> Sae:
-    """Load the SAE of a folder with `params.safetensors`. Raises SpecError and OSError."""
+    """Load the SAE of a folder with `params.safetensors`. Raises the same errors as `load_sae`."""
     path, place = folder / SAFETENSORS, given.place
     if (folder / CONFIG).exists():
         config = read_config(folder / CONFIG, _Config)
@@ -59,7 +59,7 @@ def load_safetensors(folder: Path, given: Given) -> Sae:
                 "Scope's is 'jump_relu'."
             )
         if config.hf_hook_point_out not in (None, config.hf_hook_point_in):
-            raise SpecError(f"{folder / CONFIG} is for a transcoder; only SAEs can be read.")
+            raise SpecError(f"{folder} has a transcoder; of Gemma Scope, only SAEs are read.")
         if config.hf_hook_point_in is not None:
             place = place or place_of(config.hf_hook_point_in, f"{folder / CONFIG}")
     return _sae(map_safetensors(path), path, place or _place_in(path), given)
@@ -84,7 +84,7 @@ def _sae(tensors: Tensors, path: Path, place: Place, given: Given) -> Sae:
 def _place_in(path: Path) -> Place:
     folders = path.absolute().parent.parts
     if any(re.fullmatch(_TRANSCODER, folder) for folder in folders):
-        raise SpecError(f"{path} belongs to a transcoder; only autoencoders can be read.")
+        raise SpecError(f"{path} belongs to a transcoder; of Gemma Scope, only SAEs are read.")
     sites = {
         site for name, site in _SITES.items() if any(re.fullmatch(name, each) for each in folders)
     }

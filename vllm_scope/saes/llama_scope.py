@@ -48,13 +48,13 @@ class _Config(msgspec.Struct):
 
 
 def load(folder: Path, given: Given) -> Sae:
-    """Load the SAE of a folder. Raises SpecError and OSError."""
+    """Load the SAE of a folder. Raises the same errors as `load_sae`."""
     path = folder / CONFIG
     config = read_config(path, _Config)
     if config.hook_point_out not in (None, config.hook_point_in):
-        raise SpecError(f"{path} belongs to a transcoder; only autoencoders can be read.")
+        raise SpecError(f"{path} belongs to a transcoder; of Llama Scope, only SAEs are read.")
     if config.act_fn.lower() != "jumprelu" or config.use_glu_encoder:
-        raise SpecError(f"{path} has the activation {shown(config.act_fn)}; only jumprelu is read.")
+        raise SpecError(f"{path} has GLU or act_fn {shown(config.act_fn)}; only jumprelu is read.")
     tensors = only(map_safetensors(folder / WEIGHTS), _NAMES, folder / WEIGHTS)
     encoder = tensors["encoder.weight"]
     scale = _scale(config, encoder.shape[-1], path)
@@ -73,7 +73,7 @@ def load(folder: Path, given: Given) -> Sae:
 
 
 def _scale(config: _Config, d_model: int, path: Path) -> float:
-    """The factor by which rows were multiplied in the training. Raises SpecError."""
+    """The factor by which the file's biases must be divided. Raises SpecError."""
     if config.norm_activation == "inference":
         return 1.0
     norm = config.dataset_average_activation_norm

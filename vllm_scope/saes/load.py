@@ -123,5 +123,5 @@ def _load(path: Path, given: Given) -> Sae:
     known = "; ".join(" and ".join(files) for files in _FORMATS)
     raise SpecError(
         f"{path} is not a folder with an SAE. Such a folder has {known}. The name of a single "
-        f"file is layer{{n}}{qwen_scope.SUFFIX}."
+        f"file is layer{{n}}{qwen_scope.SUFFIX} or {cross_layer.ENCODER.format('{n}')}."
     )

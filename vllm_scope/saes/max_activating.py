@@ -5,7 +5,7 @@ Runs:  on a sink's thread, or anywhere with numpy. Does not need torch or an eng
 From:  sinks.max_activating, or a caller. To: max_activating_files, neuronpedia, views.feature_page.
 
 Promise: the order in which tokens are added does not change the table. Entries of equal value are
-sorted by label, then by position, then by the token ids of the context. The table allocates all its
+sorted by label, then by position, then by the bytes of the token ids. The table allocates all its
 memory in the constructor. During a call of `add`, additional memory is in use: about four times
 BLOCK_BYTES, and 20 bytes for each element of `indices`.
 """
@@ -135,7 +135,7 @@ class MaxActivating:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of the table's entries and histograms."""
+        """The number of bytes of all arrays of the table."""
         return table_bytes(self.num_features, self.k, self.before, self.after)
 
     @property
@@ -180,8 +180,8 @@ class MaxActivating:
             values: [n, places], the values of these features.
 
         Raises:
-            ConfigError: shapes do not fit, a position is not in the document, or a feature is not
-                in the table. After the error, the table is unchanged.
+            ConfigError: shapes do not fit, positions do not ascend, a position is not in the
+                document, or a feature is not in the table. After the error, the table is unchanged.
         """
         positions, document = np.asarray(positions, np.int64), np.asarray(token_ids, np.int64)
         self._check(len(document), positions, indices, values)
@@ -219,7 +219,7 @@ class MaxActivating:
         ):
             raise ConfigError(
                 f"positions are {shown(positions.tolist())}, and the document has {num_tokens} "
-                f"tokens; positions ascend from 0 to {num_tokens - 1} at most."
+                f"tokens; positions must ascend, and must be from 0 to {num_tokens - 1}."
             )
         if indices.size and indices.max() >= self.num_features:
             raise ConfigError(
@@ -342,7 +342,7 @@ class MaxActivating:
             order[tied] = self._settled(order[tied], owner, features, made)
         kept = np.zeros(len(owner), bool)
         kept[order[rank < self.k]] = True
-        # For each feature, the number of free entries equals the number of new entries.
+        # For each feature, as many old entries are left out as new entries are kept.
         free, new = np.flatnonzero(~kept[: len(held)]), np.flatnonzero(kept[len(held) :])
         step = max(1, _PART_BYTES // table_bytes(1, 1, self.before, self.after))
         for i in range(0, len(new), step):

@@ -14,8 +14,8 @@ from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import MAX_LAYER, Place, canonical_site
 
 #: Maps the part of a Hugging Face module's name after the layer's number to a site.
-#: `post_attention` and other norms are not listed, because a norm's output is a row of the stream
-#: only in some models.
+#: `post_attention_layernorm` is not listed, because in some models it is the norm of the
+#: attention's output, and in other models it is the norm before the MLP.
 _MODULES = {
     "": "resid_post",
     ".output": "resid_post",

@@ -27,7 +27,7 @@ _NAMES = ("W_enc", "W_dec", "b_enc", "b_dec")
 
 
 def load(path: Path, given: Given) -> Sae:
-    """Load the SAE of a file `layer{n}.sae.pt`. Raises SpecError and OSError."""
+    """Load the SAE of a file `layer{n}.sae.pt`. Raises the same errors as `load_sae`."""
     layer = number_in(Path(path.name), r"layer([0-9]{1,5})\.sae\.pt")
     k = given.k or number_in(path, r"L0_([0-9]{1,6})$")
     if given.place is None and layer is None:

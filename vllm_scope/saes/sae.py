@@ -68,7 +68,7 @@ class Feature:
     """One feature as a function of the row x. The pre-activation is s = x . encoder + encoder_bias.
     The feature is the function `kind` of s.
 
-    To change only this feature from `old` to `new`, add (new - old) * decoder to the row.
+    To edit the row as if this feature were `new` instead of `old`, add (new - old) * decoder to it.
 
     Attributes:
         encoder, decoder: float32 [d_model], on the CPU.
@@ -117,7 +117,8 @@ class Sae:
         gate_bias, gain: [d_sae], for gated SAEs. The weights of the magnitude are exp(gain) times
             the weights of the gate.
         input_scale: the factor by which rows are multiplied before the encoder.
-        unit_decoder: True if a pre-activation is multiplied by the length of its decoder row.
+        unit_decoder: True if a pre-activation is multiplied by the length of its decoder row, and
+            the decoder row is divided by this length.
         output: the place of the rows to which a transcoder decodes. None if the SAE is not a
             transcoder.
         skip: [d_out, d_model], the skip matrix of a transcoder. None if there is no skip matrix.
@@ -393,7 +394,8 @@ class Sae:
             )
         if len(self.encoder) != len(self.decoder):
             raise self._wrong(
-                f"the encoder has {len(self.encoder)} features, the decoder {len(self.decoder)}"
+                f"the encoder has {len(self.encoder)} features, and the decoder has "
+                f"{len(self.decoder)}; both must have the same features"
             )
         shape = [self.decoder.shape[1], self.d_model]
         if self.skip is not None and list(self.skip.shape) != shape:

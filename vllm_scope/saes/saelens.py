@@ -81,7 +81,7 @@ class _Config(msgspec.Struct):
 
 
 def load(folder: Path, given: Given) -> Sae:
-    """Load the SAE of a folder. Raises SpecError and OSError."""
+    """Load the SAE of a folder. Raises the same errors as `load_sae`."""
     path = folder / CONFIG
     config = read_config(path, _Config)
     transcodes = _TRANSCODERS.get(config.architecture)

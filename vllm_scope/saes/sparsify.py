@@ -1,11 +1,10 @@
-"""Loads SAEs of EleutherAI's sparsify: cfg.json and sae.safetensors, in a folder with a module's
-name.
+"""Loads SAEs of EleutherAI's sparsify, from cfg.json and sae.safetensors.
 
 Owns:  `load`.
 
 The tensors are `encoder.weight` [d_sae, d_in], `encoder.bias`, `W_dec` [d_sae, d_in] and `b_dec`.
-The SAE is a TopK SAE, which subtracts `b_dec` from the row before the encoder. The folder
-`layers.5` has the SAE of the output of layer 5.
+The SAE is a TopK SAE, which subtracts `b_dec` from the row before the encoder. The folder's name is
+the name of a module: the folder `layers.5` has the SAE of the output of layer 5.
 
 Source: eai-sparsify 1.3.3, sparse_coder.py, fused_encoder.py
 """
@@ -35,13 +34,15 @@ class _Config(msgspec.Struct):
 
 
 def load(folder: Path, given: Given) -> Sae:
-    """Load the SAE of a folder. Raises SpecError and OSError."""
+    """Load the SAE of a folder. Raises the same errors as `load_sae`."""
     path = folder / CONFIG
     config = read_config(path, _Config)
     if config.activation != "topk" or config.signed:
-        raise SpecError(f"{path} has the activation {shown(config.activation)}; only topk is read.")
+        raise SpecError(
+            f"{path} is signed or has activation {shown(config.activation)}; only topk is read."
+        )
     if config.transcode or config.skip_connection:
-        raise SpecError(f"{path} belongs to a transcoder; only autoencoders can be read.")
+        raise SpecError(f"{path} belongs to a transcoder; of sparsify, only SAEs are read.")
     tensors = only(map_safetensors(folder / WEIGHTS), _NAMES, folder / WEIGHTS)
     if (shape := list(tensors["b_dec"].shape)) != [config.d_in]:
         raise SpecError(

@@ -38,7 +38,7 @@ def empty(shape: tuple[int, ...], context: int) -> Entries:
     """Make empty entries, which have the value 0.
 
     Args:
-        context: the number of tokens in the context of each entry.
+        context: the number of token ids in each entry: the strong token and its context.
     """
     return {
         "value": np.zeros(shape, np.float32), "position": np.zeros(shape, np.int32),
@@ -66,7 +66,8 @@ def entries_at(entries: Entries, feature: Ints, place: Ints, some: Ints) -> Entr
 
 
 def order_of(every: Entries, owner: Ints) -> Ints:
-    """Indices that sort entries by owner, value (greatest first), label, position and tokens."""
+    """Indices that sort entries by owner, value (greatest first), label, position, and the bytes
+    of the token ids."""
     tokens = np.ascontiguousarray(every["tokens"])
     as_text = tokens.view(f"S{tokens.shape[1] * tokens.itemsize}")[:, 0]
     keys = (as_text, every["position"], every["label"], -every["value"], owner)

@@ -10,8 +10,8 @@ tokens.py    the tokens of a choice, with text and scores
 encode.py    results as JSON, and as named tensors
 body.py      the body of an answer: JSON, or a safetensors file with the JSON
 store.py     results that are too large for an answer: files with an expiry time
-held_folder.py  the folder of these files, which the processes of a server share
-room.py      counts the bytes of these files, for each API key
+held_folder.py  the folder of the results' files, which the processes of a server share
+room.py      counts the bytes of the results' files, for each API key
 faces.py     the faces: their keys in requests, their fields in answers, and their routes
 routes.py    adds all routes to an app
 reading.py   GET /v1/scope and the routes below it

@@ -91,7 +91,7 @@ class ScopeState:
     Attributes:
         engine: a function that returns the engine, or None if the server has no engine with taps.
         showing: a lock for routes whose answers contain edits (up to 8 MiB) or sums of rows. With
-            the lock, the server builds only one answer with edits or sums at a time.
+            the lock, this process builds only one answer with edits or sums at a time.
     """
 
     settings: ServerSettings
@@ -194,7 +194,8 @@ async def asked(call: Awaitable[T]) -> T:
 @asynccontextmanager
 async def in_turn(request: Request, clearing: bool = False) -> AsyncIterator[Engine]:
     """Wait until no other change by an operator is running, then yield the engine. Other changes by
-    operators wait until the `async with` block ends.
+    operators wait until the `async with` block ends. Raises RefusalError if the app has no engine
+    with taps, or if another change does not end in time.
 
     Args:
         clearing: True if the change ends edits. A change that ends edits also works when the disk

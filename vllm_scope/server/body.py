@@ -9,7 +9,7 @@ vLLM's JSON encoder takes 3 ms for a megabyte of base64. To save this time, base
 the JSON after vLLM has encoded the JSON. Tensors of a binary answer never become text.
 
 Promise: a JSON answer without tensors has exactly the bytes of vLLM's answer. An answer whose
-status is not 200 is JSON. The bytes of a tensor are copied only when the tensor is sent.
+status is not 200 is JSON. In a binary answer, a contiguous tensor is copied only when it is sent.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Body(Protocol):
 
 
 class _Messages:
-    """Makes the ASGI messages of one response. The first message of the response is held back until
-    the body's length is known."""
+    """Makes the ASGI messages of one response. If the response is not a stream, its first message
+    is held back until the length of the body with the tensors is known."""
 
     def __init__(self) -> None:
         self._start: Message | None = None
@@ -216,7 +216,7 @@ class BinaryBody(_Messages):
 
 def body_for(accept: str) -> Body:
     """The body of the answer to a request. The body is a BinaryBody if the request's header
-    `Accept` names BINARY, otherwise a JsonBody."""
+    `Accept` names BINARY (without `q=0`), otherwise a JsonBody."""
     for one in accept.split(","):
         kind, *parameters = (part.strip().lower() for part in one.split(";"))
         if kind == BINARY:

@@ -56,7 +56,7 @@ class Changes:
 
         Raises:
             NoTurnError: the lock was not free within MOST_WAIT_S seconds, or the lock's file cannot
-                be created.
+                be created and `clearing` is False.
         """
         async with AsyncExitStack() as held:
             try:

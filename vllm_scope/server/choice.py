@@ -5,8 +5,9 @@ Runs:  in an API server process, on its event loop.
 From:  answer.   To: encode (makes JSON), tokens (scored tokens), body (sends tensors).
 
 Promise: a chunk carries the values of its choice that have arrived since the last chunk, in
-position order. No value is sent twice. Each generated token is in exactly one chunk, with the
-scores of the token's own row. The last chunk carries the remaining values and the counts.
+position order. No value is sent twice. If the caller has probes, each generated token is in one
+chunk, with the scores of the token's own row (in no chunk, if too many scores come together). The
+last chunk carries the remaining values and the counts.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from vllm_scope import errors
 from vllm_scope.errors import SpecError
 from vllm_scope.request.bounded_json import MOST_ITEMS, decode
 
-#: If the edits take more bytes than this, `shown` gives only the dtype and shape of each vector.
+#: If the text of the edits is longer than this, `shown` leaves out the numbers of long vectors.
 MOST_SHOWN_BYTES = 8 << 20
 #: A list of at most this many items is always in the result of `shown`.
 _SHORT_LIST = 64
@@ -48,8 +48,8 @@ def checked(body: bytes) -> str:
     """Check that a body has a list of edits, and return the body as text.
 
     Raises:
-        SpecError: `decoded` refuses the body, or the body is not an object whose only field is the
-            list `edits`.
+        SpecError: `decoded` refuses the body, or the body is not an object whose only field is
+            `edits`, a list of objects.
     """
     text, found = decoded(body)
     given = found if isinstance(found, dict) else {}
@@ -96,8 +96,8 @@ def shown(text: str | None, digest: str | None = None) -> bytes:
 
 
 def _short(edit: dict[str, object]) -> dict[str, object]:
-    """A copy of an edit without the numbers of vectors. Lists of at most _SHORT_LIST numbers
-    stay."""
+    """A copy of an edit without vectors in base64, and with only the length of each list of more
+    than _SHORT_LIST items."""
     found: dict[str, object] = {}
     for name, value in edit.items():
         if isinstance(value, list) and len(value) > _SHORT_LIST:

@@ -5,8 +5,8 @@ Owns:  HttpFace (the registration of a face), Reply (a face's fields of one answ
 Runs:  in each API server process, on its event loop.
 From:  compat.   To: engine.http (requests), answer (answers), routes (routers).
 
-Promise: a key belongs to one face, and a request can have a key only one time. A request with a key
-that faces accept only offline is refused.
+Promise: a key belongs to one face, and a request can have a key only one time. If the `vllm_xargs`
+of a request have a key that faces accept only offline, the request is refused.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class CompletionOutput(Protocol):
 
 
 class Reply:
-    """The fields that a face adds to the answer of one request. The class `Reply` adds no fields.
+    """The fields that a face adds to the answer of one request. The methods of this base class add
+    no fields.
 
     The server calls the methods in a thread, one at a time. Each method returns JSON, and is
     allowed to block. If a method raises an error, the whole request fails. Therefore a method does
@@ -86,7 +87,7 @@ class FirstReply(Reply):
         self._first: Json = {}
 
     def value(self, completion: CompletionOutput) -> object:
-        """The field's value for one completion, as JSON; None if the completion has no value."""
+        """The field's value for one completion, as JSON. If None, the field is left out."""
         raise NotImplementedError
 
     def choice(self, number: int, of: int, completion: CompletionOutput) -> Json:

@@ -25,7 +25,7 @@ class HeldFolder:
         path: the folder's path.
 
     Raises:
-        PermissionError: the folder belongs to another user.
+        PermissionError: the path is a link, or other users own or can use the folder.
     """
 
     def __init__(self, parent: Path, kind: str, run: str) -> None:
@@ -43,7 +43,8 @@ class HeldFolder:
         found = self.path.lstat()
         if found.st_uid != os.getuid() or found.st_mode & 0o077 or self.path.is_symlink():
             raise PermissionError(
-                f"{self.path} belongs to another user; set VLLM_SCOPE_RESULTS_DIR."
+                f"{self.path} belongs to another user, is a link, or can be used by other users; "
+                "set VLLM_SCOPE_RESULTS_DIR to another folder."
             )
         gone, self._holder = self._holder, hold(self.path)
         if gone >= 0:

@@ -1,4 +1,4 @@
-"""The first middleware of every request: limits the body's size, and records the sender and path.
+"""A middleware for every request: limits the body's size, and records the sender and path.
 
 Owns:  Door, an ASGI middleware that runs after vLLM's authentication.
 To:    exchange, answer; rpc (the check of vLLM's development routes).
@@ -30,7 +30,8 @@ class Door:
     Args:
         limits: maps the prefix of a path to the largest number of bytes of a body. If several
             prefixes match a path, the longest prefix is used.
-        timed: prefixes of paths whose answers the client must read within the timeout.
+        timed: prefixes of paths. For these paths, the client must read each piece of the answer
+            within `settings.write_timeout_s` seconds.
     """
 
     def __init__(

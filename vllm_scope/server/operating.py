@@ -1,6 +1,6 @@
 """Operators' routes of `/v1/scope`: modules, server-wide edits, monitors, sums of rows.
 
-Owns:  the router of the routes that need the operator's key.
+Owns:  the router of these routes, which all need the operator's key.
 Runs:  in each API server process, if VLLM_SCOPE_ADMIN_KEY is set.
 To:    routes, which adds the router to the app.
 """
@@ -77,8 +77,8 @@ async def get_moments(request: Request, name: Name) -> schemas.MomentsInfo:
 async def get_sums(
     request: Request, name: Name, site: str, layer: int, label: str = "all"
 ) -> Response:
-    """A safetensors file of float64 tensors: `count`, `missing` and `x`. The file also has `xx`,
-    `xy`, `y` and `yy`, if the requests have asked for these sums."""
+    """A safetensors file of float64 tensors: `count`, `missing`, `x`, `y` and `yy`. The file also
+    has `xx` and `xy`, if the requests have asked for these sums."""
     async with state_of(request).showing:
         data = await asked(engine_of(request).moments_at(name, site, layer, label))
     return Response(data, media_type="application/octet-stream")

@@ -28,12 +28,12 @@ class ScopeOptions:
     """The form in which a request wants to receive its tensors.
 
     Attributes:
-        tensors: with "auto", small tensors are in the answer. With "handle", all rows go into a
-            file.
+        tensors: with "auto", rows that are too large for the answer go into a file. With "handle",
+            all rows go into a file.
         stream: with "scores", chunks carry only scores. With "rows", chunks carry rows and scores.
         named: True if a read names the request's files. A request that names its files can have
             only one prompt.
-        reads: True if the answer has rows.
+        reads: True if a read sends rows to the answer.
     """
 
     tensors: Literal["auto", "handle"] = "auto"
@@ -43,13 +43,14 @@ class ScopeOptions:
 
     @staticmethod
     def parse(xargs: Mapping[str, object], operator: bool = False) -> ScopeOptions | None:
-        """The options of a request; None if no field's name begins with `scope`.
+        """The options of a request; None if no name in `xargs` begins with `scope`.
 
         Args:
             operator: True if the request has the operator's key.
 
         Raises:
-            SpecError: a field or a value is unknown, or the spec is not possible over HTTP.
+            SpecError: a field or a value is unknown, the spec is missing or wrong, or the spec is
+                not possible over HTTP for this sender.
         """
         own = {name: value for name, value in xargs.items() if name.startswith("scope")}
         if not own:
@@ -83,10 +84,10 @@ class ScopeOptions:
 def _check_answerable(spec: Spec) -> None:
     """Raises SpecError for a spec that cannot be answered over HTTP.
 
-    A read with the codec rp8 is refused, because the server would need seconds to decode the rows
-    (with an inverse of the whole projection). Names that are reserved for an operator's monitors
-    are refused. Names that end in one of `encode.ENDINGS` are refused, because other tensors in a
-    file have these endings.
+    A read that sends rows with the codec rp8 to the answer is refused, because the server would
+    need seconds to decode the rows (with an inverse of the whole projection). Names that are
+    reserved for an operator's monitors are refused. Names that end in one of `encode.ENDINGS` are
+    refused, because other tensors in a file have these endings.
     """
     names = [(f"probes[{i}].name", probe.name) for i, probe in enumerate(spec.probes)]
     names += [(f"features[{i}].name", one.name) for i, one in enumerate(spec.features)]

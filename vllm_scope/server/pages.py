@@ -5,8 +5,8 @@ Runs:  in each API server process. The routes exist only if VLLM_SCOPE_ADMIN_KEY
 From:  control.activity, views.monitors.   To: routes.
 
 Promise: the page contains no data of the server. A browser cannot send a key when it opens an
-address, therefore the page needs no key. The page's data needs the operator's key and vLLM's API
-key, like the other routes of `/v1/scope/monitors`.
+address, therefore the page needs no key. The page's data needs the operator's key, and vLLM's API
+key if vLLM has one, like the other routes of `/v1/scope/monitors`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ async def get_page() -> Response:
 @data.get("/activity", summary="What monitors have found")
 async def get_activity(request: Request) -> Activity:
     """The data of each monitor since the monitor was set: counts, a histogram of the requests'
-    largest values, the requests of the last ten minutes, the last verdicts, and the outcomes of the
-    webhook. The answer also has the plugin's use of memory, files and rings."""
+    largest values, counts for each five seconds of the last ten minutes, the last verdicts, and the
+    outcomes of its webhook. The answer also has the plugin's use of memory, files and rings."""
     state = state_of(request)
     found = await asked(engine_of(request).activity(state.settings))
     of_files = replace(

@@ -1,6 +1,6 @@
-"""`GET /v1/scope` and the routes below it: sites and limits, results, modules and edits.
+"""Every client's GET routes of `/v1/scope`: sites and limits, results, modules and edits.
 
-Owns:  the router of the routes that change nothing.
+Owns:  the router of these routes, which need no operator's key.
 Runs:  in each API server process.
 To:    routes, which adds the router to the app.
 """
@@ -88,9 +88,9 @@ async def get_result(
     result_id: Annotated[str, Path(description="`result.id` of a choice's `scope`.")],
     delete: Annotated[bool, Query(description="Delete the file after this answer.")] = False,
 ) -> StreamingResponse:
-    """A safetensors file with the tensors `{site}.{layer}`, `{site}.{layer}.positions`,
-    `scores.{name}` and `scores.{name}.positions`. If rows were read before edits, `.before` follows
-    the layer in the names of the tensors.
+    """A safetensors file with the rows as the tensor `{site}.{layer}`, the scores of a probe as
+    `scores.{name}`, and the positions of both with the ending `.positions`. docs/http.md lists the
+    other tensors. If rows were read before edits, `.before` follows the layer in the names.
 
     The request must have the same Authorization header as the request that made the file.
     """
@@ -115,9 +115,8 @@ async def get_modules(request: Request) -> schemas.ModuleList:
 
 @router.get("/edits", response_model=schemas.EditsInfo, summary="The edits of every request")
 async def get_edits(request: Request) -> Response:
-    """The server-wide edits that the last PUT has set, with the vectors that the operator sent. If
-    all edits together take more than 8 MiB, the answer has only the dtype and shape of each
-    vector."""
+    """The server-wide edits that apply to new requests, with the vectors that the operator sent. If
+    all edits together take more than 8 MiB, the answer has only the shapes of long vectors."""
     async with state_of(request).showing:
         text = await asked(engine_of(request).edits())
         return json_answer(await run_in_threadpool(edits.shown, text))

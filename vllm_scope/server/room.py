@@ -1,7 +1,7 @@
 """Counts the bytes of files for each API key and for all keys together, and checks the limits.
 
 Owns:  Room.
-Runs:  in each API server process, under the store's lock.
+Runs:  in each API server process. The store holds its lock when it calls `charge`.
 From:  results.budget (the limit of one key).   To: store.
 """
 
@@ -51,6 +51,7 @@ class Room:
             own = self._held.get(owner, 0)
             raise CapacityError(
                 f"results of {own:,} bytes of this key wait to be fetched, and one more takes "
-                f"{num_bytes:,} bytes; the results of a key may take three times the free bytes of "
-                f"{self.most_bytes:,}. Fetch results with ?delete=true, or try again later."
+                f"{num_bytes:,} bytes; the results of a key may take at most three times the bytes "
+                f"that are free, of {self.most_bytes:,} in all (VLLM_SCOPE_RESULTS_MIB). Fetch "
+                "results with ?delete=true, or try again later."
             )

@@ -5,9 +5,9 @@ From:  reading, operating, sweeps and pages (routers), faces (the routers of com
 Runs:  in each API server process, after vLLM's authentication. If vLLM has an API key, every route
        below /v1 needs the key.
 
-Promise: routes that change something exist only if VLLM_SCOPE_ADMIN_KEY is set. A request to a
-route that changes something must have the key in the header `X-Scope-Admin-Key`. Some routes of
-faces also accept this key as the bearer token.
+Promise: the operator's routes exist only if VLLM_SCOPE_ADMIN_KEY is set. Only these routes change
+the engine. A request to one of these routes, except the operator's page, must have this key in the
+header `X-Scope-Admin-Key`. Some routes of faces also accept this key as the bearer token.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
 
     Raises:
         ConfigError: a setting in the environment is wrong; the server does not start.
+        PermissionError: the store's folder belongs to other users, or they can use it.
     """
     settings = ServerSettings.from_environment()
     run = os.environ.get(RUN) or secrets.token_hex(16)
@@ -101,7 +102,7 @@ _Handler = Callable[[Request, Any], Awaitable[Response]]
 
 
 def _built(app: FastAPI, original: Callable[[], ASGIApp]) -> ASGIApp:
-    """Create the middleware stack after vLLM has added its handlers, to wrap vLLM's handler."""
+    """Wrap the handler that vLLM has added by now, then create the middleware stack."""
     theirs: Any = app.exception_handlers.get(
         RequestValidationError, request_validation_exception_handler
     )

@@ -50,9 +50,9 @@ async def whole_body(receive: Receive) -> tuple[bytes, Receive]:
 
 
 def names_ours(body: bytes) -> bool:
-    """True if any string in a body names a method of vllm-scope. All strings are checked, because
-    some methods of workers call a method whose name is one of their arguments. Also True if the
-    body is too long to be checked.
+    """True if any string value in a body begins like the names of vllm-scope's methods. All values
+    are checked, because some methods of workers call a method whose name is one of their arguments.
+    Also True if the body has more than MOST_ITEMS items.
 
     As in vLLM, the body can have any encoding that `json.loads` accepts. If two fields have the
     same name, the last field counts.

@@ -45,8 +45,8 @@ class HttpLimits(BaseModel):
 
 
 class Load(BaseModel):
-    """The current load of this API server process. `requests` counts the requests of the whole
-    engine."""
+    """The current load. `requests` is for the whole engine, and the other fields are for this API
+    server process."""
 
     requests: int = Field(description="Running requests that read, probe or edit.")
     pending: int = Field(description="Requests whose rows or whose answers are not complete.")
@@ -115,9 +115,9 @@ class EditsInfo(BaseModel):
 
     edits: list[dict[str, object]] = Field(
         description="The edits as in a spec; empty if there are none. If the edits take more than "
-        "8 MiB, vectors have only their dtype and shape."
+        "8 MiB, long vectors have only their shape (and their dtype, if it was sent)."
     )
-    digest: str | None = Field(default=None, description="Digest of the edits that PUT has set.")
+    digest: str | None = Field(default=None, description="Digest of the edits; null for GET.")
 
 
 #: The server checks more rules than this schema contains. docs/monitors.md has all rules.
@@ -184,9 +184,9 @@ def _named(what: str) -> dict[str, object]:
 
 _SOURCE = {
     "anyOf": [
-        _only("Their rows.", prompts=_PROMPTS),
+        _only("The rows of these prompts.", prompts=_PROMPTS),
         _only("Rows, in the form of an edit's vector: {dtype, shape, data} or lists.", rows={}),
-        _only("Its vectors.", module={"type": "string", "minLength": 1, "maxLength": MAX_NAME}),
+        _only("A module.", module={"type": "string", "minLength": 1, "maxLength": MAX_NAME}),
     ]
 }
 _METRIC = {
@@ -226,7 +226,7 @@ class Sweep(BaseModel):
         None
     )
     mode: Annotated[str, WithJsonSchema({"enum": ["patch", "ablate", "add"]})] = "patch"
-    scale: float = Field(1.0, description='Of mode "add".')
+    scale: float = Field(1.0, description='The factor of the rows in mode "add".')
     together: bool = Field(False, description="Each cell edits all chosen positions.")
     receivers: Annotated[object, WithJsonSchema(_RECEIVERS)] = None
     stream: bool = Field(False, description="True: send each cell as an event when it arrives.")
@@ -256,7 +256,9 @@ class SweepTable(BaseModel):
     )
     values: list[float | None] = Field(description="In C order.")
     plain: list[float | None] = Field(description="The metric of each prompt without an edit.")
-    source: list[float | None] = Field(description="The metric of each source, or null for rows.")
+    source: list[float | None] = Field(
+        description="The metric of each source prompt; null if none."
+    )
     tokens: list[list[str]] = Field(description="Texts of each prompt's tokens.")
     layers: list[int]
     positions: list[int] | None

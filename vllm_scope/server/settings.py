@@ -21,7 +21,7 @@ from vllm_scope.vectors.containers import MAX_BYTES
 
 #: Name of the HTTP header that contains the operator's key.
 ADMIN_KEY = "X-Scope-Admin-Key"
-#: Limit of the bytes of the body of a request to a route below /v1/scope: the limit of a steering
+#: Limit of the bytes of the body of a request to a route of this package: the limit of a steering
 #: module, and 1 MiB more for the module's header.
 MAX_OPERATOR_BYTES = MAX_BYTES + (1 << 20)
 
@@ -31,8 +31,8 @@ class ServerSettings:
     """The limits of results, bodies and sweeps, and the operator's key.
 
     Attributes:
-        admin_key: the operator's key (VLLM_SCOPE_ADMIN_KEY). Without a key, nothing can be changed
-            over HTTP.
+        admin_key: the operator's key (VLLM_SCOPE_ADMIN_KEY). If None, modules, monitors, sums and
+            server-wide edits cannot be changed over HTTP.
         inline_bytes: limit of the bytes of a choice's rows inside a JSON answer
             (VLLM_SCOPE_INLINE_KIB). If the rows take more bytes, the rows go into a file.
         binary_bytes: limit of the bytes of a choice's rows inside a binary answer, from the same
@@ -45,12 +45,13 @@ class ServerSettings:
             rows.
         results_bytes: limit of the bytes of the files of one API server process
             (VLLM_SCOPE_RESULTS_MIB). The files of one API key can take at most three times the
-            bytes that are still free. If a request's file does not fit, the request is refused.
+            bytes that are still free. If the file of a request's prompt rows does not fit, the
+            request is refused. If the file of its generated tokens does not fit, the rows are lost.
         results_ttl_s: the number of seconds for which a file is kept (VLLM_SCOPE_RESULTS_TTL_S).
         results_dir: the folder in which the folder of files is created (VLLM_SCOPE_RESULTS_DIR).
         body_bytes: limit of the body of a completion or chat request (VLLM_SCOPE_MAX_BODY_MIB).
         write_timeout_s: the number of seconds after which the server disconnects a client that
-            reads nothing of an answer with a scope (VLLM_SCOPE_WRITE_TIMEOUT_S).
+            stops reading an answer with a scope or of a route (VLLM_SCOPE_WRITE_TIMEOUT_S).
         sweep_cells: the largest number of cells of one sweep (VLLM_SCOPE_SWEEP_CELLS).
         sweep_share: the part of a step's sequences and tokens that the cells of all sweeps can take
             together, above 0 and at most 1 (VLLM_SCOPE_SWEEP_SHARE). While the engine has other
@@ -71,8 +72,8 @@ class ServerSettings:
 
     @staticmethod
     def from_environment(environ: Mapping[str, str] = os.environ) -> ServerSettings:
-        """The settings in `environ`. Raises ConfigError for a limit that is not a number above 0,
-        or for a sweep_share above 1."""
+        """The settings in `environ`. Raises ConfigError for a limit that is not a number above 0
+        and below 1e9, or for a sweep_share above 1."""
         rows = environ.get("VLLM_SCOPE_ROWS_MIB") and _number(environ, "VLLM_SCOPE_ROWS_MIB", 0)
         return ServerSettings(
             environ.get("VLLM_SCOPE_ADMIN_KEY") or None,
@@ -115,5 +116,5 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < 1e9:
-        raise ConfigError(f"{name} is {shown(text)}; it must be a number above 0.")
+        raise ConfigError(f"{name} is {shown(text)}; it must be a number above 0 and below 1e9.")
     return value

@@ -27,15 +27,12 @@ class Shared:
 
     Args:
         folder: a function that returns the folder, and creates the folder if it is missing.
-
-    Attributes:
-        folder: the argument `folder`.
     """
 
     def __init__(self, folder: Callable[[], Path]) -> None:
         self.folder = folder
         self._path = folder() / "monitors"
-        #: Time in nanoseconds at which the text was set that `news` has returned last.
+        #: The time at which the newest text that `news` has returned was set, in nanoseconds.
         self._seen = 0
 
     def set(self, text: bytes) -> None:

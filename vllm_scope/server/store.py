@@ -2,12 +2,14 @@
 
 Owns:  Store, Kept.
 Runs:  in each API server process. The processes of one server share a folder. Therefore each
-       process can serve every file. Each process deletes the files that it has written.
+       process can serve every file. When the time to live of a file is over, the process that has
+       written the file deletes it.
 
-Promise: a file is found only by its id together with its owner. The id has 192 random bits, and the
-owner is part of the file's name. The files of a process never take more bytes than the limit. The
-files of one API key leave room for files of other keys. A file that is older than its time to live
-is not served. The cost of `check_room` does not grow with the number of files.
+Promise: a file is found only by its id together with its owner (a digest of the API key). The id
+has 192 random bits, and the owner is part of the file's name. The files of a process never take
+more bytes than the limit. The files of one API key leave room for files of other keys. A file that
+is older than its time to live is not served. The cost of `check_room` does not grow with the number
+of files.
 """
 
 from __future__ import annotations
@@ -249,8 +251,8 @@ class Store:
             self._arm()
 
     def forget_deleted(self) -> None:
-        """Stop counting the bytes of files that another process has deleted, after a client had
-        read the file.
+        """Stop counting the bytes of files that another process has deleted at a client's request
+        (`?delete=true`).
 
         The call blocks for a time in proportion to the number of files. If there are more files
         than FEW, some calls do nothing, so that the search for deleted files takes at most

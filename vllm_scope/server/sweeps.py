@@ -48,8 +48,8 @@ router = APIRouter(prefix="/v1/scope", tags=["scope"], route_class=Route)
         200: {
             "model": schemas.SweepTable,
             "content": {"text/event-stream": {"schema": {"type": "string"}}},
-            "description": "The table. With `stream`, the answer is events instead: the table's "
-            "names, the cells as they arrive, the counts, and `[DONE]`.",
+            "description": "The table. With `stream`, the answer is events instead: the table "
+            "without values, the cells as they arrive, the counts, and `[DONE]`.",
         },
         **errors(413, 429),
     },
@@ -61,8 +61,8 @@ router = APIRouter(prefix="/v1/scope", tags=["scope"], route_class=Route)
     },
 )
 async def post_sweeps(request: Request) -> Response:
-    """Activation patching, ablation or steering at each chosen layer, position and head. Each edit
-    has a request of its own. docs/http.md lists the fields of the events."""
+    """Activation patching, ablation or steering at each chosen layer, position and head. Each cell
+    has at least one request of its own. docs/http.md lists the fields of the events."""
     engine, state = engine_of(request), state_of(request)
     wanted = await asked(run_in_threadpool(_parsed, await request.body()))
     run = await asked(engine.sweep(wanted, state.settings))
@@ -109,7 +109,7 @@ class SweepAnswer:
         self._task.add_done_callback(self._arrived.ended)
 
     async def close(self) -> None:
-        """End the sweep's requests. The Exchange calls this at the end of the HTTP request."""
+        """End the sweep's requests. The Exchange also calls this at the HTTP request's end."""
         if not self._closing:  # a second `cancel` would interrupt the clean-up of the first
             self._closing = True
             self._task.cancel()
@@ -117,7 +117,8 @@ class SweepAnswer:
         self._run.close()  # a task that was cancelled before its start does not close the sweep
 
     async def whole(self, request: Request) -> Response:
-        """Wait for all cells, then return the table. Raises RefusalError if the sweep failed."""
+        """Wait for all cells, then return the table; without a table if the client has left. Raises
+        RefusalError if the sweep failed with a ScopeError."""
         gone = asyncio.create_task(_gone(request))
         try:
             await asyncio.wait({self._task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -131,8 +132,8 @@ class SweepAnswer:
         return Response(msgspec.json.encode(body), media_type="application/json")
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield server-sent events: the table's names, then the cells, then the counts or the
-        reason of a failure, then `[DONE]`. An event has all cells that arrived since the last
+        """Yield server-sent events: the table without values, then the cells, then the counts or
+        the reason of a failure, then `[DONE]`. An event has all cells that arrived since the last
         event."""
         table = self._run.table
         yield _event({"table": wire.head(table), "num_cells": self._run.num_cells})

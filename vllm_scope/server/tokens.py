@@ -56,7 +56,7 @@ class ScoredTokens:
         Args:
             texts: the text of each generated token.
             settled: all scores at positions below `settled` have arrived. If `settled` is None, no
-                more scores will arrive.
+                more scores will arrive, and all tokens that are left are returned.
         """
         start = result.num_prompt + self._num_told
         stop = len(result.transcript) if settled is None else max(settled, start)

@@ -3,7 +3,8 @@
 Owns:  Sink, Block, RequestInfo and Ending (inputs of a sink), Report (output of a sink), Manifest
        (the part of a report that the caller gets), RowBatch and BatchSink (between drain and
        router).
-Runs:  batches on the drain thread of each worker that drains rows. Each Sink has its own thread.
+Runs:  a BatchSink on the drain thread of each worker that drains rows. Each Sink has its own
+       thread.
 
     drain -> router -> memory                       (rows back to the caller)
                     -> sink queue -> sink thread -> filesystem, plugins
@@ -54,12 +55,12 @@ class RequestInfo:
     """The data about a request that a sink gets with each block of the request.
 
     Attributes:
-        key: a number that is unique among all requests of the engine.
+        key: a number of the request, or of one completion of the request, unique in the engine.
         request_id: the id that the caller or vLLM gave the request. Two requests may have the same
             id.
         uid: an id that is unique among all requests. All stages and completions of one request have
             the same uid.
-        tag, name: the tag and the name of the read.
+        tag, name: the tag and the name of the request's reads that go to this sink.
         child: index of the completion if the request has n > 1.
         stage, num_stages: the pipeline stage of this worker, and the number of stages. A worker has
             only the layers of its stage.
@@ -85,19 +86,22 @@ class RequestInfo:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of one stream, scores of one probe, or features of one `Features`. All values belong to
-    one request.
+    """Rows of one stream, scores of one probe, features of one `Features`, or tokens of a lens at
+    one layer. All values belong to one request.
 
     Attributes:
-        site, layer: the stream. If the rows were read before the edits of the site
+        site, layer: the place of the values. If the rows were read before the edits of the site
             (`when="before"`), `site` ends in ".before".
         positions: the absolute positions of the values, int64 [n].
-        values: the rows (encoded if the read has a codec), the scores, or the values of features.
-            The values are valid only during the call. A sink must copy values that it keeps.
-        probe: the name of the probe or of the features.
-        indices: for features, int32 [n, places]: the feature number of each value. A place without
-            a feature has the index -1 and the value 0.
-        sae: for features without `indices` and `threshold`, the SAE's name. Else None.
+        values: the rows (encoded if the read has a codec), the scores, the values of features, or
+            the log-probabilities of tokens. The values are valid only during the call. A sink must
+            copy values that it keeps.
+        probe: the name of the probe or of the features; for a lens, its name and layer. For rows,
+            None.
+        indices: for features, int32 [n, places]: the feature number of each value. For a lens, the
+            token ids. An entry without a feature has the index -1 and the value 0.
+        sae: for features without `indices` and `threshold`, the SAE's name. For a lens, "". Else
+            None.
         num_features: for features, the SAE's number of features. None: not known.
         asked: for features, the read's `indices`. None if the read has no `indices`.
     """
@@ -115,9 +119,10 @@ class Block:
 
     @cached_property
     def rows(self) -> Tensor:
-        """The rows on the CPU, [n, hidden_size] in the model's dtype. For a probe, the scores,
-        float32 [n]. For features, their values, float32 [n, places]. If the site has heads, a row
-        has the numbers of head 0, then of head 1, and so on. Encoded rows are decoded first."""
+        """The rows on the CPU, [n, numbers of a row] in the model's dtype. For a probe, the scores,
+        float32 [n]. For features or a lens, the values, float32 [n, places]. If the site has heads,
+        a row has the numbers of head 0, then of head 1, and so on. Encoded rows are decoded
+        first."""
         return decoded(self.values)
 
     @property
@@ -134,8 +139,8 @@ class Ending:
         output_ids: the tokens that the engine generated. If a stop string ended the request, the
             caller may get fewer tokens.
         finish_reason: the finish reason that vLLM reports (stop, length, abort or error).
-        expected: number of rows and scores of this stage that were requested for the processed
-            tokens.
+        expected: number of rows and scores of this stage that the sink gets for the processed
+            tokens if none is lost.
         delivered: number of expected rows and scores that the sink got.
         reason: the reason of the status. None if the status is `ok`.
     """
@@ -161,8 +166,8 @@ class Report:
     Attributes:
         files: the names of the files that have the rows.
         streams: shape, dtype, and other facts of each stream, by `site.layer`.
-        status, reason: if the Ending has the status `ok`, these values replace the status and the
-            reason of the Ending.
+        status, reason: if `status` is not None and the Ending has the status `ok`, these values
+            replace the status and the reason of the Ending.
         details: any JSON object.
         published: a future that is done when the rows can no longer be lost. None if the rows are
             already safe. The caller waits for this future. If the future fails, the request ends
@@ -187,13 +192,14 @@ class Sink(Protocol):
 
     Order: for each request, the worker calls `write` with the blocks of the request, then calls
     `finish` one time. For a failed request, or a request without blocks, the worker calls `finish`
-    too. If a request began and ended while the sink was stalled, the sink gets no call for the
-    request. Between two calls for one request, there can be calls for other requests.
+    too. The sink gets no call for a request of which no row was queued, if the sink is stalled at
+    the request's end, or if the API key has reached `key_mib`. Between two calls for one request,
+    there can be calls for other requests.
 
     The contents of a block depend on the class attribute `live`:
 
-    - False (the default): the sink gets the rows of a request after its end. There is one block
-      per stream, with exactly the requested rows, in ascending positions.
+    - False (the default): the sink gets the rows of a request after the request's end. There is
+      one block per stream, with exactly the requested rows, in ascending positions.
     - True: the sink gets rows as soon as they are computed. If a position is computed twice, only
       the last row is correct. Some rows may belong to rejected tokens.
 
@@ -217,8 +223,8 @@ class Sink(Protocol):
 
     def flush(self) -> None:
         """Make the rows of finished requests visible. When `flush` returns, every future
-        `published` is done. The sink thread calls this function at most `flush_s` seconds after a
-        request has ended, and when a front-end calls `scope_flush`."""
+        `published` must be done. The sink thread calls this function at most `flush_s` seconds
+        after a request has ended, when a front-end calls `scope_flush`, and before `close`."""
 
     def close(self) -> None: ...
 
@@ -232,8 +238,8 @@ class RowBatch:
         lease: the span of the batch in the worker's host ring.
         widths: number of bytes of a raw row, for each kind of site.
         boundary: the tap's boundary if the batch has the rows of one tap, else None. In such a
-            batch, all tokens have the same number of slots. The values of a token are in the first
-            of its slots, in the order of the token's layout at this boundary.
+            batch, all tokens have the same number of slots. The values of a token fill its slots
+            from the first slot on, in the order of the token's layout at this boundary.
     """
 
     labels: Labels
@@ -258,11 +264,11 @@ class RowBatch:
 class BatchSink(Protocol):
     """The interface of an object that takes batches from the drain.
 
-    Only the drain thread calls the methods. The rows of one request and one point arrive in the
-    order in which they were computed. If a position arrives twice, after a recomputation or a
-    rejected draft, only the last row is correct. The last call for a request is `finish`. After
-    `write` returns, the worker reuses `batch.slots`. To prevent the reuse, a sink can retain
-    `batch.lease` and release the lease later.
+    Only the drain thread calls the methods, except `close`. The rows of one request and one point
+    arrive in the order in which they were computed. If a position arrives twice, after a
+    recomputation or a rejected draft, only the last row is correct. The last call for a request is
+    `finish`. After `write` returns, the worker reuses `batch.slots`. To prevent the reuse, a sink
+    can retain `batch.lease` and release the lease later.
     """
 
     def write(self, batch: RowBatch) -> None: ...

@@ -14,12 +14,12 @@ class Counters:
 
     Attributes:
         rows, bytes: number of rows and scores that the sink got, and their size in bytes.
-        waits, wait_ms: number and total time of the waits of the drain thread for free room.
+        waits, wait_ms: how often, and for how many ms, the drain thread has waited for free room.
         drops: number of dropped rows and scores.
         spilled_bytes: number of bytes that have waited on disk.
-        errors: number of calls that raised an exception, plus the number of stalls.
-        queue_bytes, held_bytes, spill_bytes: number of bytes in the queue, number of bytes that are
-            kept for running requests, and number of bytes on disk.
+        errors: number of calls that raised an exception, plus the number of requests that failed
+            because the sink stalled or did not publish their rows.
+        queue_bytes, held_bytes, spill_bytes: bytes in the queue, kept for requests, on disk.
     """
 
     rows: int = 0

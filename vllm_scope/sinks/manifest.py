@@ -40,9 +40,9 @@ class Manifest(msgspec.Struct, frozen=True):
     said: bool = False
 
     def public(self, sink: str) -> Manifest:
-        """The manifest for senders who are not the operator. This manifest has no paths. It also
-        has no texts of exceptions or plugins, because such texts may contain paths. `files` has
-        only relative names."""
+        """The manifest for senders who are not the operator. This manifest has no texts of
+        exceptions, and no texts of a plugin whose report is not `public`, because such texts may
+        contain paths. `files` has only relative names."""
         reason, streams = self.reason, self.streams
         if self.status == "error":
             reason = f"sink {sink!r} failed; the server's log says why"

@@ -54,8 +54,8 @@ class MaxActivatingOptions(BaseModel):
 
     @staticmethod
     def parse(own: Mapping[str, object]) -> MaxActivatingOptions:
-        """The checked options. Raises ConfigError if an option is wrong. The text has the option
-        and the allowed values."""
+        """The checked options. Raises ConfigError if an option is wrong. The error's text names the
+        option and the allowed values."""
         return checked(MaxActivatingOptions, own, "")
 
 

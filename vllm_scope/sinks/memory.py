@@ -2,8 +2,8 @@
 
 Owns:  MemorySink, which knows the front-end of each request and has a sender to each front-end.
 Runs:  `connect` and `add_request` run on the worker's thread. `write` runs on the drain thread.
-       `finish` runs on the drain thread or on a sink thread. `reclaim` runs on the worker's thread
-       and on the drain thread.
+       `finish` runs on the drain thread, or on any thread on which a sink ends a request.
+       `reclaim` runs on the worker's thread and on the drain thread.
 """
 
 from __future__ import annotations
@@ -129,10 +129,9 @@ class MemorySink:
     def finish(
         self, key: int, error: str | None, manifests: dict[str, Manifest] | None = None
     ) -> None:
-        """Send the end of a request to its front-end. The caller is the drain thread, or the thread
-        of the last sink that ended the request. Characters that cannot be encoded are replaced in
-        the text of the error. Otherwise the message could not be sent, and the caller would wait
-        forever."""
+        """Send the end of a request to its front-end. Characters that cannot be encoded are
+        replaced in the text of the error. Otherwise the message could not be sent, and the sender
+        of the request would wait forever."""
         error = None if error is None else plain(error)
         with self._lock:
             frontend = self._frontend_of.pop(key, None)

@@ -1,8 +1,8 @@
 """The sinks' counters as Prometheus metrics, in addition to vLLM's metrics on /metrics.
 
 Owns:  the metrics `vllm_scope_sink_*` and other metrics of this package.
-Runs:  in front-ends, on the receiver's thread. Workers have no endpoint /metrics. Every second,
-       each worker sends to one front-end the totals that have changed.
+Runs:  in front-ends; `count_sinks` and `forget_worker` on the receiver's thread. Workers have no
+       endpoint /metrics. Each second, a worker sends its totals to one front-end if they changed.
 
 With several API servers, prometheus_client keeps the values in files, and each server shows the
 sum. Each worker reports to one server. Therefore values are not counted twice.
@@ -27,7 +27,7 @@ _COUNTERS = {
     "wait_ms": "Milliseconds that rows waited for room in a sink's queue",
     "drops": "Rows that were dropped",
     "spilled_bytes": "Bytes that have waited on disk",
-    "errors": "Calls to a sink that failed or hung",
+    "errors": "Failed calls to a sink, and requests that failed because a call hung",
 }
 _GAUGES = {
     "queue_bytes": "Bytes in a sink's queue",
@@ -115,7 +115,7 @@ def count_verdict(monitor: str, value: float | None, above: bool, num_lost: int)
 
 
 def count_escalation(outcome: str) -> None:
-    """Count a verdict that is sent to a webhook. `outcome` is sent, failed or dropped."""
+    """Count a verdict for a webhook. `outcome` is "sent", "failed" or "dropped"."""
     if metrics := _of_monitors():
         metrics.escalations.labels(outcome=outcome).inc()
 

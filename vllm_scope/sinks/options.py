@@ -52,19 +52,19 @@ class SinkOptions(BaseModel):
         spill_folder: the folder of the file with the rows that wait on disk. If None, the folder
             for temporary files.
         threads: number of instances of the sink. Each instance has its own thread and an equal
-            share of each limit.
+            share of queue_mib, held_mib and spill_mib.
         patience_s: time limit of one call to the sink, in seconds. After this time, the sink counts
             as stalled until the call returns. The engine does not wait for a stalled sink. While
             the sink is stalled and its queue is full, rows are dropped. A request that ends while
-            the sink is stalled gets the status `error`.
+            the sink is stalled gets the status `error` at this sink.
         flush_s: longest time in seconds from a request's end until the sink makes the rows of the
             request visible. The time is shorter if the caller waits and no other request is
             running.
         key_mib: largest size of the rows that one API key may send to the sink within 24 hours, in
             each worker. For each request, 8 KiB are added to the size of its rows. Rows beyond the
             limit are dropped and counted, and the request gets the status `partial`. If all rows of
-            a request are dropped, the sink gets no call for the request. None: no limit. This limit
-            does not apply to offline requests, which have no API key.
+            a request are beyond the limit, the sink gets no call for the request. None: no limit.
+            This limit does not apply to offline requests, which have no API key.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -101,10 +101,12 @@ class SinkConfig:
     reads: str | None = None
 
     def factory(self) -> Callable[[], Sink]:
-        """A function that makes a new instance of the sink.
+        """A function that makes a new instance of the sink. If a plugin refuses its options with a
+        TypeError or ValueError, the function raises ConfigError.
 
         Raises:
-            ConfigError: there is no such plugin, or an option is wrong.
+            ConfigError: there is no such plugin, the plugin cannot be imported, or an option of a
+                sink of this package is wrong.
         """
         if self.name == FILESYSTEM:
             from vllm_scope.sinks.filesystem import FilesystemSink
@@ -125,8 +127,8 @@ class SinkConfig:
             try:
                 sink: Sink = made(**self.own)
             except (TypeError, ValueError) as error:
-                # The text of this error is logged. Therefore the text has no values of options,
-                # which may be secrets.
+                # The text of this error is logged, and values of options may be secrets. Therefore
+                # this code names only the options. The plugin's own text can contain a value.
                 raise ConfigError(
                     f"the options of sink {self.name!r}, {', '.join(sorted(map(str, self.own)))}, "
                     f"are not taken: {error}."
@@ -153,8 +155,8 @@ def parse_sinks(body: object, where: str, reads: bool) -> dict[str, SinkConfig]:
 
 
 def without_secrets(body: object) -> object:
-    """The engine's options (`additional_config["scope"]`) in a form for a log. The values of
-    plugins' options and URLs are replaced by a fixed text, because such values may be secrets."""
+    """The engine's options (`additional_config["scope"]`) in a form for a log. HIDDEN replaces
+    values that may be secrets: options of plugins and policies, and URLs in options of sinks."""
     if not isinstance(body, Mapping):
         return body
     shown = dict(body)

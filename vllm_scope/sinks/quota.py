@@ -1,8 +1,8 @@
 """Limits the number of bytes that one API key may send to a sink.
 
 Owns:  Quota (bytes per day, for all threads of a sink), KeyedBytes (memory of one thread).
-Runs:  on the drain thread. The KeyedBytes of the rows that are kept for running requests is used on
-       the sink's thread.
+Runs:  Quota on the drain thread. KeyedBytes on the sink's thread; for the rows in a queue also on
+       the drain thread, under the queue's lock.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ class Quota:
         #: The number of bytes that each key sent in each hour of the window, by hour and key.
         self._given: dict[int, Counter[str]] = {}
         self.reason = (
-            f"this key has sent sink {name!r} the {options.key_mib or 0:.3g} MiB that a key may "
-            f"send in {WINDOW_HOURS} hours (key_mib); send the request again later, or read less"
+            f"with this request, this key would send sink {name!r} more than the "
+            f"{options.key_mib or 0:.3g} MiB that a key may send in {WINDOW_HOURS} hours "
+            "(key_mib); send the request again later, or read less"
         )
 
     def take(self, owner: str, num_bytes: int) -> bool:
         """If the API key may send these bytes, count the bytes and return True. Else return False.
-        The operator has no API key, and always gets True."""
+        Without an API key (`owner` is ""), always return True."""
         if self._most_bytes is None or not owner:
             return True
         hour = int(hours())
@@ -64,7 +65,7 @@ class KeyedBytes:
     """The bytes in the memory of one sink thread, in total and by API key. Not thread-safe.
 
     An API key may hold at most three times the bytes that are free. Therefore some bytes are always
-    free for other keys. The operator has no API key, and may use the whole memory.
+    free for other keys. Requests without an API key may use the whole memory.
     """
 
     def __init__(self, most_bytes: int) -> None:

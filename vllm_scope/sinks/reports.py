@@ -89,7 +89,7 @@ def checked(report: object) -> Report:
     if report is None:
         return Report()
     if not isinstance(report, Report):
-        raise TypeError(f"finish returned {shown(report)}; it returns a Report, or None")
+        raise TypeError(f"finish returned {shown(report)}; it must return a Report or None")
     if report.status not in (None, *STATUSES):
         raise TypeError(f"its report has the status {shown(report.status)}")
     if not isinstance(report.published, Future | None):

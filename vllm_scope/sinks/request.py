@@ -1,9 +1,9 @@
 """Selects and counts the rows that one request sends to one sink.
 
 Owns:  Arrival (rows on their way to a sink), Ended (the scheduler's data about the end of a
-       request), Delivery.
-Runs:  the worker's thread makes a Delivery. The sink's thread then uses the Delivery. The drain
-       thread calls `arrival` and `lose`.
+       request), Delivery (the rows of one request at one sink).
+Runs:  the worker's thread makes a Delivery. The drain thread calls `arrival`. Any thread can call
+       `lose` and `ending`. The sink's thread calls the other methods.
 From:  router.   To: sink_thread.
 
 Promise: a sink that takes whole requests gets, for each stream, one row for every accepted position
@@ -36,7 +36,7 @@ class Arrival:
     Attributes:
         layout: the part of the tokens' layout for which `data` has values.
         positions: int64 [n].
-        data: a copy of the tokens' bytes, uint8 [n, bytes of a token].
+        data: a copy of the bytes of this part, uint8 [n, bytes of a token].
         widths: number of bytes of a raw row, for each kind of site.
         number: the number of this arrival among the request's arrivals at this sink, from 1 on.
     """
@@ -66,7 +66,7 @@ class Delivery:
 
     Args:
         asked: all actions of the request.
-        to: the destination, that is, the sink's name.
+        to: the destination: the sink's name, with the prefix router.GLOBAL for `global_sinks`.
         here: the boundaries of this pipeline stage.
 
     Attributes:
@@ -74,7 +74,7 @@ class Delivery:
         loss: the reason why rows were dropped. None if no rows were dropped.
         held_bytes: number of bytes of the rows that wait for the request's end.
         entered: True if at least one row of the request has been in the sink's queue.
-        refused: True if the request's key has reached its limit at this sink (Quota).
+        refused: True if the request's API key has reached its limit at this sink (Quota).
     """
 
     def __init__(

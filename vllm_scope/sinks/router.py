@@ -1,8 +1,8 @@
 """Gives the drain's rows to sinks, and reports when a request has ended.
 
 Owns:  Router, which makes and owns the sink threads of one worker.
-Runs:  `add_request`, `expect_end` and `counters` on the worker's thread. `write` and `finish` run
-       on the drain thread. A separate thread looks for stalled sinks.
+Runs:  `add_request` and `expect_end` on the worker's thread. `write` and `finish` on the drain
+       thread. `flush` and `counters` on any thread. A separate thread looks for stalled sinks.
 From:  worker.deliverer.   To: sinks.memory, sinks.sink_thread.
 
 Promise: the router sends a request's end to the caller when every sink that the request named has
@@ -71,7 +71,7 @@ class Router:
         here: the boundaries of this worker's pipeline stage.
 
     Raises:
-        ScopeError: a sink cannot be made.
+        ScopeError: a sink cannot be made. A plugin can also raise other errors.
     """
 
     def __init__(

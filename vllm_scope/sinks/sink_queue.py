@@ -1,6 +1,6 @@
 """The queue of the items that wait for one sink. An item is rows, the end of a request, or a flush.
 
-Owns:  SinkQueue (has its items in memory, then in a spill file), and the classes of its items.
+Owns:  SinkQueue (keeps rows in memory, and further rows in a spill file), and the classes of items.
 Runs:  on the drain thread and on the sink's thread.
 From:  sink_thread (adds and removes items).   To: spill.
 """
@@ -108,8 +108,8 @@ class SinkQueue:
         self.changed.notify_all()
 
     def accept(self, rows: QueuedRows) -> bool:
-        """Append rows, in memory or on disk. Returns False if there is no room in memory and on
-        disk."""
+        """Append rows, in memory or on disk. Returns False if there is room neither in memory nor
+        on disk."""
         # New rows must stay behind rows that are in the spill file. Rows that are larger than the
         # queue's memory are accepted when the memory is empty.
         first = self._spill is None or not len(self._spill)

@@ -70,14 +70,14 @@ class SinkThread:
             raise
         self._changed = self._queue.changed
         self._closing = False
-        #: When the first request ended that is not flushed yet. None if all requests are flushed.
+        #: The time of the first request's end after the last flush. None if there was no such end.
         self._dirty_since: float | None = None
         self._num_running = 0
         self._worked_at = 0.0
         #: The Deliveries of ended requests whose rows may still be lost.
         self._unpublished: dict[Delivery, Ending] = {}
-        #: The reason why the last request was lost. None if no request was lost since the previous
-        #: flush.
+        #: The reason why the last lost request was lost. None if no request was lost since the last
+        #: call of `flush`.
         self._lost_since_asked: str | None = None
         self._thread = threading.Thread(target=self._run, name=f"vllm-scope-{name}", daemon=True)
         self._thread.start()
@@ -152,8 +152,8 @@ class SinkThread:
         self._count_error()
 
     def flush(self) -> str | None:
-        """Wait until the rows of all ended requests are visible. Returns the reason if a request
-        was lost since the last call, else None."""
+        """Wait until the rows of all ended requests are visible. Returns the reason if the sink is
+        stalled, or if a request was lost since the last call; else None."""
         request = QueuedFlush()
         with self._changed:
             self._queue.append(request)
@@ -297,7 +297,7 @@ class SinkThread:
         report.published.add_done_callback(published)
 
     def _lost(self, delivery: Delivery, reason: str) -> None:
-        """Report that the rows of a request, which has ended, will not be published."""
+        """Report that the rows of an ended request will not be published."""
         ending = self._unpublished.pop(delivery, None)
         if ending is not None:
             self._count_error()

@@ -45,15 +45,15 @@ class SpillFile:
             return SpillFile(options.spill_folder, options.share(options.spill_mib))
         except OSError as error:
             raise ConfigError(
-                f"sink {name!r} cannot spill: {error}. spill_folder is a folder of the worker's "
-                "host that it may write to."
+                f"sink {name!r} cannot spill: {error}. spill_folder must be a folder of the "
+                "worker's host, and the worker must be allowed to write to it."
             ) from None
 
     def __len__(self) -> int:
         return len(self._spans)
 
     def put(self, data: Bytes) -> bool:
-        """Append data. Returns False if the ring or the disk is full."""
+        """Append data. Returns False if the ring is full or the disk does not accept the data."""
         start = self._room(data.nbytes)
         if start is None:
             return False

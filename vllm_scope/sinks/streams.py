@@ -31,13 +31,13 @@ from vllm_scope.sinks import Block, RequestInfo
 @dataclass(frozen=True)
 class Stream:
     """The values that a sink gets from one point. The values are raw rows, encoded rows, the scores
-    of one probe, or the features of one `Features`.
+    of one probe, the features of one `Features`, or the tokens of a lens at one layer.
 
     Attributes:
         name: the site and layer of the stream's blocks.
         dtype: the dtype of raw rows.
         head: the head that computes the values from rows. None for raw rows.
-        probe: the probe or the `Features` action that delivers the values. None for rows.
+        probe: the probe, the features or the lens that delivers the values. None for rows.
     """
 
     name: Place
@@ -66,9 +66,9 @@ class Stream:
         return slice(first + 4 * cell.first, first + 4 * (cell.first + self.probe.num_values))
 
     def values(self, layout: Layout, data: NDArray[np.uint8], widths: Widths) -> Tensor | None:
-        """A view of the values. The values are rows [n, numbers of a row], encoded rows uint8 [n,
-        bytes], scores [n], or words of features [n, num_values]. None if the layout has no values
-        of the stream.
+        """The values: rows [n, numbers of a row], encoded rows uint8 [n, bytes], scores [n], or the
+        `words` for `sparse_rows` [n, num_values]. All values except scores are views of `data`.
+        None if the layout has no values of the stream.
 
         Args:
             layout: the layout of `data`, which is uint8 [n, bytes of a token].
@@ -103,7 +103,7 @@ def streams_of(asked: Resolved, to: str, sites: Sites, here: Sequence[int]) -> I
 
     Args:
         asked: all actions of the request.
-        to: the destination, that is, the sink's name.
+        to: the destination, as in Delivery.
         here: the boundaries of the stage.
     """
     dtype = getattr(torch, sites.dtype)

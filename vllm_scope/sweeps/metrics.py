@@ -66,7 +66,7 @@ class Metric(ABC):
         """Compute the value of one cell.
 
         Args:
-            found: the log-probabilities with the edit in float64, one for each token id that
+            found: the log-probabilities after the edit, in float64, one for each token id that
                 `token_ids` returned for the prompt, in the same order. If `token_ids` returned an
                 empty tuple, `found` has all tokens of the vocabulary, in the order of the ids.
             clean: the same tokens' log-probabilities without the edit.
@@ -78,9 +78,9 @@ class LogitDifference(Metric):
     """The logit of token `a` minus the logit of token `b`.
 
     Args:
-        a, b: a token's id, a text, or a list with an id or a text for each prompt. A text stands
-            for the first token of the text, such as " Paris", with the space before the word. If a
-            text has several tokens, a warning in the log names the text.
+        a, b: a token's id, a text, or a list with an id or a text for each prompt. A text, such as
+            " Paris" (with the space before the word), stands for its first token. If a text has
+            several tokens, a warning in the log names the text.
     """
 
     a: Any
@@ -145,7 +145,8 @@ def token_ids_of(metric: Metric, encode: Encode, num_prompts: int) -> list[tuple
     """Call `metric.token_ids`, and check the result.
 
     Raises:
-        SpecError: the metric does not return tuples of token ids, one for each prompt.
+        SpecError: the metric does not return tuples of token ids, one for each prompt, or a tuple
+            has more than MOST_TOKENS ids or an id twice.
     """
     found = metric.token_ids(encode, num_prompts)
     name = f"{type(metric).__name__}.token_ids"

@@ -12,9 +12,10 @@ attention and MLP outputs layer by layer. A cell consists of up to three kinds o
 1. The first request has the edit, and reads the stream after the edited part.
 2. The second request sets the stream before each receiver to the prompt's own stream plus the
    change, and reads the receivers. Receivers on the stream do not need this request.
-3. The next request sets the receivers to the rows that were read. If receivers are heads of several
-   layers, each of the other layers needs one more request. The answer to the last request is the
-   cell's answer.
+3. The next request sets the receivers: those on the stream to the stream of item 2, all others to
+   the rows that were read. If a receiver is a head and comes after other receivers, one more
+   request sets the earlier receivers and reads the head's row (together with all heads of the same
+   depth). The answer to the last request is the cell's answer.
 
 Sources: Wang et al. 2022 (arXiv 2211.00593), section 3.1, in which MLP outputs can change, and
 Goldowsky-Dill et al. 2023 (arXiv 2304.05969)
@@ -85,7 +86,9 @@ def _receiver(value: Any, where: str) -> tuple[str, int, int | None]:
     site = canonical_site(value[0], f"{where}[0]")
     allowed = [name for name in EDIT_SITES if name not in MODEL_SITES]
     if site not in allowed:
-        raise SpecError(f"{where} is at {shown(site)}; a receiver is at {', '.join(allowed)}.")
+        raise SpecError(
+            f"{where} is at {shown(site)}; a receiver must be at one of {', '.join(allowed)}."
+        )
     if len(numbers) == 2 and site not in ATTENTION_SITES:
         raise SpecError(
             f"{where} names a head, and rows of {site!r} have no heads; these sites have heads: "
@@ -101,7 +104,8 @@ class Paths:
         receivers: the receivers that `parse_receivers` returned.
 
     Raises:
-        SpecError: the engine does not tap a receiver, or the model does not have a receiver's head.
+        SpecError: the engine does not tap a receiver or the stream before a receiver, or the model
+            does not have a receiver's head.
     """
 
     def __init__(self, receivers: Receivers | None, sites: Sites) -> None:
@@ -289,7 +293,8 @@ def _changed(sender: Place, at: list[int], length: int) -> list[int]:
 
 
 def _exit(sender: Place) -> Place:
-    """The place on the stream after the layer's attention or MLP, whichever has the site."""
+    """The place on the stream after the part (attention or MLP) that has the site. A place on the
+    stream is its own exit, except that `embed` is `resid_pre` of layer 0."""
     if sender.site in MODEL_SITES:
         return Place("resid_pre", 0)
     if sender.site in STREAM_SITES:
@@ -298,7 +303,8 @@ def _exit(sender: Place) -> Place:
 
 
 def _entry(receiver: Place) -> Place:
-    """The place on the stream before the layer's attention or MLP, whichever has the site."""
+    """The place on the stream before the part (attention or MLP) that has the site. A receiver on
+    the stream is its own entry."""
     if receiver.site in STREAM_SITES:
         return receiver
     return Place("resid_pre" if _of_attention(receiver) else "resid_mid", receiver.layer)
@@ -309,8 +315,8 @@ def _of_attention(place: Place) -> bool:
 
 
 def _depth(receiver: Place) -> int:
-    """The number of stages of a layer's attention before a receiver's row. The number is 1 for `q`,
-    `k` and `v`, 2 for `z` and `attn_out`, and 0 for other sites."""
+    """The order of the receivers of one layer: 0 for sites before the attention's `q`, `k` and `v`
+    and for all sites outside the attention, 1 for `q`, `k` and `v`, 2 for `z` and `attn_out`."""
     if receiver.site in _SEES_EARLIER:
         return 2
     return 1 if receiver.site in ATTENTION_SITES else 0

@@ -3,10 +3,10 @@
 Owns:  Job (one request), Cell, and Plan.
 From:  sweep, source.   To: engine.frontend.sweeping (makes requests of the jobs), table.
 
-Order: the plan sends the reads of a prompt, and then the prompt's cells. The request without an
-edit is the first request of a prompt, and fills the prefix cache. All cells of the prompt use the
-KV blocks in the cache that are before the edited position. While the cells of a prompt run, the
-reads of the next prompt run too.
+Order: for each prompt, the plan yields the jobs that read the prompt and its source, and then the
+jobs of the prompt's cells. The first job of a prompt has no edit, and fills the prefix cache. All
+cells of the prompt use the KV blocks in the cache that are before the edited position. The jobs
+that read the next prompt come before the cells of this prompt, so that both can run together.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Job:
         place: index of the cell in `table.values[prompt]`, or None if the job reads a prompt.
         actions: the request's edits and reads, of which there can be none.
         of_source: whether `ids` are the token ids of the prompt's source.
-        error: why the edit is impossible, or None. A job with an error is not sent to the engine,
-            but is passed to `take` at once.
+        error: why the request cannot be made, or None. A job with an error is not sent to the
+            engine, but is passed to `take` at once.
         then: in path patching, the Step that makes the cell's next request, or None if this job is
             the cell's last request.
     """
@@ -107,7 +107,10 @@ def _checked(
 
 
 class _Of:
-    """The rows and log-probabilities of one prompt, which the plan keeps until its cells end.
+    """The rows and log-probabilities of one prompt and its source.
+
+    The plan keeps the rows until all requests of the prompt's cells are sent, and the
+    log-probabilities until all cells of the prompt have arrived.
 
     Attributes:
         source: rows of the prompt's source.
@@ -128,7 +131,8 @@ class Plan:
     Args:
         tokenizer: encodes prompts and tokens that are texts, and decodes the table's tokens.
         most_cells: the largest number of cells that is allowed, or None if any number is allowed.
-            The plan checks the number before it allocates the table.
+            A cell counts one time for each of its positions. The plan checks the number before it
+            allocates the table.
         check: a function that raises SpecError for tokens that the engine refuses. The plan calls
             this function with the tokens and the name of each prompt and source.
 
@@ -242,8 +246,9 @@ class Plan:
         return self.heads is not None and self.sweep.mode == "patch"
 
     def _num_edits(self, i: int, num_positions: int) -> int:
-        """The largest number of edits in a cell of prompt `i`. A cell has one edit for each
-        different row. Rows that have not been read yet count as different."""
+        """The largest number of edits in a cell of prompt `i`. With the mode "patch" or a steering
+        module, a cell has one edit. Otherwise a cell has one edit for each different row. Rows that
+        have not been read yet count as different."""
         if num_positions == 1 or self.sweep.mode == "patch" or self.sweep.module is not None:
             return 1
         if self._given is None:
@@ -289,7 +294,8 @@ class Plan:
         return found
 
     def jobs(self) -> Iterator[Job | None]:
-        """Yield the requests in order. Yields None if the next request needs a missing answer."""
+        """Yield the jobs in order. Yields None if the next job needs an answer that has not
+        arrived."""
         yield from self._reads(0)
         for i in range(len(self.ids)):
             if i + 1 < len(self.ids):
@@ -399,11 +405,12 @@ class Plan:
 
         Args:
             found: log-probabilities of the next token, or None if the request failed.
-            rows: the rows that the job read, or None if the job has no reads.
+            rows: the rows that the job read, or None if the job has no reads or has failed.
             error: why the request failed, or None.
 
         Raises:
-            ScopeError: a job that reads a prompt failed, and cells need the answer to this job.
+            ScopeError: a job that reads a prompt failed or some of its rows are missing, and cells
+                need the answer to this job; or the metric's `value` failed.
         """
         i, metric = job.prompt, self.sweep.metric
         known = self._of[i]
@@ -436,7 +443,7 @@ class Plan:
         return None
 
     def _after(self, job: Job, then: Step, rows: ReadRows | None) -> Job:
-        """Make the request of a cell that follows `job`."""
+        """Make the next job of the cell of `job`."""
         plain = self._of[job.prompt].plain
         assert rows is not None
         assert plain is not None

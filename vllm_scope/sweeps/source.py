@@ -1,7 +1,7 @@
 """The rows from which the edits of a sweep take their vectors.
 
 Owns:  `given_rows`, ReadRows, and `of_head`.
-From:  sweep (rows of the caller), results (rows of a source prompt).   To: plan.
+From:  sweep (rows of the caller), results (rows that requests have read).   To: plan, paths.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def given_rows(value: Any, shape: tuple[int, int, int], row_shape: tuple[int, ..
         rows = np.asarray(value, np.float32)
     except (TypeError, ValueError):
         raise SpecError(
-            f"Sweep.source is {shown(value)}; it must be a prompt, a list of prompts, or rows."
+            f"Sweep.source is {shown(value)}; it must be a prompt, a list of prompts, rows, "
+            "or {'module': name}."
         ) from None
     width = int(np.prod(row_shape))
     if len(row_shape) == 2 and rows.shape[-2:] == row_shape:
@@ -51,7 +52,7 @@ def given_rows(value: Any, shape: tuple[int, int, int], row_shape: tuple[int, ..
     if not fits or any(n not in (1, most) for n, most in zip(rows.shape, shape, strict=False)):
         prompts, layers, positions = shape
         raise SpecError(
-            f"Sweep.source has the shape {list(np.shape(value))}; here it is [{width}], "
+            f"Sweep.source has the shape {list(np.shape(value))}; here it must be [{width}], "
             f"[{layers}, {width}], [{layers}, {positions}, {width}] or "
             f"[{prompts}, {layers}, {positions}, {width}]."
         )
@@ -61,7 +62,7 @@ def given_rows(value: Any, shape: tuple[int, int, int], row_shape: tuple[int, ..
 
 
 class ReadRows:
-    """Rows of a prompt, in the dtype of the Read. `at` converts the rows of a cell to float32.
+    """Rows of a prompt, in the model's dtype. `at` converts the rows of a cell to float32.
 
     Args:
         result: the ScopeResult of the request that read the rows.

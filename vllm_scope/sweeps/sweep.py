@@ -29,17 +29,20 @@ MODES: Final = ("patch", "ablate", "add")
 
 @dataclass(frozen=True)
 class Sweep:
-    """One edit for each chosen layer and position of each prompt. Each edit has its own request.
+    """Edits at chosen layers and positions of prompts, and a metric of the effect of each edit.
+
+    A cell is the metric after one edit, which is at one layer and one position of one prompt, or as
+    `heads` and `together` say. Each cell has its own request, or several if there are `receivers`.
 
     Args:
         source: prompts, rows or a steering module, from which the edits take their vectors.
-            A source prompt is a text or {"prompt_token_ids": [...]}. A list has one source prompt
-            for each prompt. An edit takes the source prompt's row at the same layer and position.
-            A source prompt must have as many tokens as its prompt.
+            A source prompt is a text or {"prompt_token_ids": [...]}. Give one source prompt for all
+            prompts, or a list with one for each prompt. An edit takes the source prompt's row at
+            the same layer and position. A source prompt must have as many tokens as its prompt.
             Rows are a tensor, an array or numbers of the shape [width] (for all cells),
             [num_layers, width], [num_layers, num_positions, width] or [num_prompts, num_layers,
-            num_positions, width]. Inside the attention, two dimensions [num_heads, size of a head]
-            can replace `width`.
+            num_positions, width]. At the sites `z`, `q`, `k` and `v`, two dimensions [num_heads,
+            size of a head] can replace `width`.
             {"module": name} is a steering module of the engine, for the modes "ablate" and "add".
         metric: a `LogitDifference`, `Logprob`, `KL` or other `Metric`, which computes a cell's
             value.
@@ -63,7 +66,7 @@ class Sweep:
             everything after the edit.
 
     Raises:
-        SpecError: a mode, metric, site, layer, position, head or receiver is not possible.
+        SpecError: a mode, metric, site, layer, position, head, scale or receiver is not possible.
     """
 
     source: Any
@@ -221,7 +224,7 @@ def as_prompts(value: object, encode: Encode, where: str) -> list[list[int]]:
         encode: a function that returns the token ids of a text, with special tokens.
 
     Raises:
-        SpecError: there is no prompt, or a prompt has no token or another form.
+        SpecError: there is no prompt, or a prompt has no token or has another form.
     """
     each: Sequence[object] = value if isinstance(value, list | tuple) else [value]
     if not each:

@@ -1,6 +1,6 @@
 """The table with the values of a sweep, and with the names along its dimensions.
 
-Owns:  SweepTable, and the formats of its files (Parquet, with a row for each cell, or safetensors).
+Owns:  SweepTable, and its files: Parquet with a row for each value, safetensors, or a page.
 From:  plan, which fills the table.   To: the caller, views.heatmap.
 """
 
@@ -33,14 +33,15 @@ class SweepTable:
 
     Attributes:
         values: float64 [num_prompts, num_layers, num_positions, num_heads]. If a cell edits whole
-            rows, the table has no dimension of heads. If a cell edits all positions, the table has
-            no dimension of positions. A value is NaN if the prompt has no such token, or if the
-            cell has not arrived yet or has failed.
+            rows, the table has no dimension of heads. If a cell edits all chosen positions, the
+            table has no dimension of positions. A value is NaN if the prompt has no such token, or
+            if the cell has not arrived yet or has failed.
         plain: float64 [num_prompts], the metric of each prompt without an edit.
-        source: float64 [num_prompts], the metric of each source prompt, or NaN without them.
+        source: float64 [num_prompts], the metric of each source prompt. The numbers are NaN if the
+            source is rows or a steering module.
         tokens: the texts of each prompt's tokens.
-        layers, positions, heads: the names along the dimensions. The positions are those that the
-            caller gave. Negative positions count from the prompt's end.
+        layers, positions, heads: the names along the dimensions. `positions` or `heads` is None if
+            the table does not have the dimension. A negative position counts from the prompt's end.
         metric, site, mode: names from the sweep. In path patching, the mode includes the receivers.
         errors: maps indices into `values` to the reasons why these cells failed.
     """
@@ -97,12 +98,13 @@ class SweepTable:
         prompt, and 1 is the value of the source prompt.
 
         Raises:
-            SpecError: the sweep's source is not prompts, and therefore has no metric.
+            SpecError: the metric of a source prompt is NaN. This metric is NaN if the source is not
+                prompts, or if the metric has not arrived.
         """
         if np.isnan(self.source).any():
             raise SpecError(
-                "the sweep has no metric of a source, because its rows were given; give prompts as "
-                "the source, or take the values as they are."
+                "the table does not have the metric of each source prompt; give prompts as the "
+                "source, or take the values as they are."
             )
         shape = (-1, *(1,) * (self.values.ndim - 1))
         plain, source = self.plain.reshape(shape), self.source.reshape(shape)
@@ -185,10 +187,11 @@ class SweepTable:
         return tokens[position] if -len(tokens) <= position < len(tokens) else None
 
     def picture(self) -> HeatMap:
-        """A heat map of the mean over the prompts, with layers as rows.
+        """A heat map of the mean over the prompts that have a value.
 
-        The columns are positions, or heads if the table has no positions. If the table has both
-        positions and heads, the heat map has a row for each layer and head.
+        The rows are layers, and the columns are positions, or heads if the table has no positions.
+        If the table has both positions and heads, the heat map has a row for each layer and head.
+        If the table has neither positions nor heads, the heat map has one column.
         """
         counts = np.maximum((~np.isnan(self.values)).sum(0), 1)
         mean = np.nansum(self.values, 0) / counts
@@ -213,7 +216,8 @@ class SweepTable:
         return HeatMap(mean, tuple(rows), tuple(columns), titles, middle, caption)
 
     def _column(self, position: int) -> str:
-        """The name of a position's column. It has the token if all prompts have the same token."""
+        """The name of a position's column. The name includes the token at the position, if all
+        prompts that have the position have the same token there."""
         found = {self._token(i, position) for i in range(len(self.tokens))} - {None}
         (token,) = found if len(found) == 1 else (None,)
         return f"{position}" if token is None else f"{position} {token}"

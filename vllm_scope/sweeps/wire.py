@@ -1,7 +1,7 @@
 """Writes and reads a sweep and its table as JSON, for HTTP.
 
 Owns:  AskedSweep (a request's body), `head`, `cell`, `end` and `whole` (the server's answers), and
-       TableReader (which makes a table of these answers).
+       TableReader (which makes a table of the events of a server's stream).
 To:    server.sweeps, client. docs/http.md shows the forms.
 """
 
@@ -161,7 +161,7 @@ def _told_metric(metric: Metric) -> Json:
     kind = next((kind for kind, made in METRICS.items() if type(metric) is made), None)
     if kind is None:
         raise SpecError(
-            f"Sweep.metric is {shown(metric)}; over HTTP it is one of {', '.join(METRICS)}."
+            f"Sweep.metric is {shown(metric)}; over HTTP it must be one of {', '.join(METRICS)}."
         )
     return {"kind": kind} | {name: as_numbers(value) for name, value in vars(metric).items()}
 
@@ -246,7 +246,7 @@ class TableReader:
         """Put the cells of an event into the table, and return these cells.
 
         Raises:
-            ScopeError: a server of this version does not send events of this form.
+            ScopeError: the event has a form that a server of this version does not send.
         """
         try:
             found = msgspec.convert(body, _Event)

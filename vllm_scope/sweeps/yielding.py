@@ -17,9 +17,9 @@ from typing import Final
 
 #: The ids of all requests of sweeps begin with this prefix.
 SWEPT: Final = "sweep-"
-#: While the engine has other requests, it has cells during the fraction `TIME * share` of the time.
+#: While there are other requests, cells are in the engine for the part `TIME * share` of the time.
 TIME: Final = 0.2
-#: The most tokens in one group of cells.
+#: The most tokens in a group of several cells. A group of one cell can have more tokens.
 TOKENS: Final = 256
 #: Other requests count as present for this many seconds after the sweep last saw one. The reason is
 #: a client that sends one request after another, and has no request in the engine in between.
@@ -33,7 +33,7 @@ class Yielding:
     """Decides when one sweep waits for other requests.
 
     Attributes:
-        share: the part of a step that the sweep's cells take if there are no other requests.
+        share: the part of a step that cells can take if there are no other requests.
         elsewhere: whether the engine's last answer said that other front-ends have requests.
     """
 
@@ -42,7 +42,7 @@ class Yielding:
         #: The time until which other requests count as present.
         self._until = 0.0
         #: `_sent` is the time when the running cells were sent, or None. `_ended` is the time when
-        #: the last cells ended. `_took` is how many seconds the last cells took.
+        #: the last group of cells ended. `_took` is how many seconds this group took.
         self._sent: float | None = None
         self._ended, self._took = 0.0, 0.0
 
@@ -60,7 +60,7 @@ class Yielding:
     def waits(self, num_running: int, others: bool) -> bool:
         """Whether the sweep must wait before it sends more cells.
 
-        The sweep calls this method one time before each group of cells.
+        The sweep calls this method before each group of cells, and again after each wait.
 
         Args:
             num_running: how many cells of the sweep are in the engine.
@@ -82,10 +82,8 @@ class Yielding:
 
     @property
     def pause(self) -> float:
-        """The number of seconds for which `waits` stays True.
-
-        This holds if the sweep has no running cells, and no other requests arrive.
-        """
+        """The number of seconds for which `waits` stays True, if the sweep has no running cells and
+        no other requests arrive."""
         ends = self._resumes if self.elsewhere else min(self._resumes, self._until)
         return max(0.0, ends - time.monotonic())
 

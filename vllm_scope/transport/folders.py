@@ -6,8 +6,8 @@ Runs:  in an API server (for the folder of results) and in a front-end (for the 
 
 A process locks its folder. The kernel releases the lock when the process ends. A process that exits
 normally removes its own folder. The process that started the API servers also kills the API
-servers, and then removes their folders. If a whole server is killed, the next server removes the
-folders of the killed server.
+servers, and then removes their folders. If a whole server is killed, a process that later makes a
+folder of the same kind removes the folders of the killed server.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def is_held(folder: Path, holder: int) -> bool:
 
 
 def release(folder: Path, holder: int) -> None:
-    """Close the descriptor `holder`. If no other process has locked the folder, remove it."""
+    """Close the descriptor `holder`, and remove the folder if no other process has locked it."""
     _own.discard(folder)
     try:
         fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -75,7 +75,8 @@ def release(folder: Path, holder: int) -> None:
 
 
 def remove_abandoned(parent: Path, kind: str) -> None:
-    """Remove the folders of this kind that no process has locked (folders of killed servers)."""
+    """Remove the folders of this kind that no process has locked, and that are at least _NEW_S
+    seconds old. Killed processes have left these folders."""
     _remove_free(parent.glob(f"{prefix(kind)}*"), _NEW_S)
 
 

@@ -17,8 +17,8 @@ class MappedRings:
     """Maps each ring when its worker connects.
 
     Args:
-        on_gone: When a new ring is mapped, MappedRings calls this function with the identity of
-            each older ring whose worker has ended.
+        on_gone: Before a new ring is mapped, MappedRings calls this function with the identity of
+            each older ring whose worker has ended or has closed the ring.
     """
 
     def __init__(self, on_gone: Callable[[int], None]) -> None:

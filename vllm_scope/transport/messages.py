@@ -37,8 +37,8 @@ from vllm_scope.request.heads import known_head
 from vllm_scope.sinks import Manifest
 from vllm_scope.transport.ring import RingRef
 
-#: The largest frame that is accepted over TCP. zmq allocates memory for a frame from the size that
-#: the peer states, before zmq has authenticated the peer.
+#: The largest frame that is accepted over TCP. zmq allocates as many bytes for a frame as the peer
+#: states, even before zmq has authenticated the peer.
 MOST_FRAME_BYTES = 64 << 20
 #: If an end of a connection gets no data for SILENCE_MS, the connection counts as lost. zmq's own
 #: thread sends a heartbeat every HEARTBEAT_MS, even while Python is busy.
@@ -87,12 +87,13 @@ class Address(msgspec.Struct, frozen=True):
 
     @property
     def on_this_host(self) -> bool:
-        """True if this process can see the socket's folder."""
+        """True if this process can see the front-end's file in the folder of the socket."""
         return (Path(self.path).parent / self.frontend).exists()
 
     @property
     def alive(self) -> bool:
-        """True if the front-end's process runs. Only valid if `on_this_host` is True."""
+        """True if the front-end's process runs, or if /proc cannot be read. Only valid if
+        `on_this_host` is True."""
         try:
             return start_of(self.pid) == self.started
         except OSError:  # this process may have no free descriptor to read /proc
@@ -161,7 +162,7 @@ class Ack(msgspec.Struct, array_like=True, tag="answer"):
         read: over TCP, the number of messages of the session that the front-end has read on all
             connections; CLOSED if the front-end closes. With shared memory, `read` is 0, because
             the ring has a counter.
-        error: why the front-end cannot map the ring; None if it has mapped the ring.
+        error: why the front-end cannot map the ring; None if it has mapped the ring, and over TCP.
     """
 
     read: int
@@ -174,7 +175,8 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
     Attributes:
         start, stop: the rows are in slots `start` to `stop - 1` of the ring.
         reader: the index of this front-end's counter in the ring; -1 over TCP.
-        message: the front-end sets its counter to this number after it has read the rows.
+        message: the front-end sets its counter to this number after it has read the rows; 0 over
+            TCP.
         boundary: the boundary of the only tap with rows in the batch; None if the batch has the
             rows of all taps.
         row_bytes: bytes of one row, by its kind, as in layout.Widths.

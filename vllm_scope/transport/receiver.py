@@ -4,9 +4,11 @@ Owns:  the sockets that workers connect to, and the session of each worker on TC
 Runs:  on a thread of the front-end.
 From:  senders.   To: results.inbox.
 
-Promise: the callbacks get each message of a worker exactly one time, in the order of sending. A
-message is acknowledged after its callback has returned or failed. A message over TCP that cannot be
-read is acknowledged too.
+Promise: the callbacks get the messages of a worker in the order of sending, each message one time.
+Two kinds of messages do not reach a callback: a message that cannot be read, and rows of a worker
+that has revoked this front-end. With shared memory, a message with rows is acknowledged after its
+callback has returned or failed. Over TCP, every message is acknowledged after its callback has
+returned or failed. A message over TCP that cannot be read is acknowledged too.
 """
 
 from __future__ import annotations
@@ -79,14 +81,14 @@ class _Session:
 
 
 class Receiver:
-    """Binds the sockets, and calls the callbacks with the messages, on the receiver's own thread.
+    """Binds the sockets. The receiver's own thread calls the callbacks with the messages.
 
     Args:
         on_lost: The receiver calls this function if a worker has revoked this front-end. The
             argument has the keys of the requests whose rows were read too late. If a worker revokes
             the front-end while `on_rows` copies rows, the message's `valid` returns False.
         on_gone: When a new worker connects, the receiver calls this function with the identity of
-            each ring whose worker has ended.
+            each ring whose worker has ended, or has had no TCP connection for FORGET_S seconds.
     """
 
     def __init__(

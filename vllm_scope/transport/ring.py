@@ -2,7 +2,8 @@
 
 Owns:  HostRing (the worker's side) and RingReader (a front-end's side).
 Runs:  `acquire` on the worker's main thread, `RingReader` on the front-end's receiving thread.
-       Leases are released on the drain thread.
+       Leases are released on the drain thread, on the main thread while `acquire` waits, and on the
+       thread of a TcpSender.
 From:  worker.filler (writes).   To: messages (they name spans), receiver (reads the spans).
 
 The memory is a memfd. A memfd has no name in any file system. Only processes of the same user can
@@ -128,6 +129,7 @@ class HostRing(SpanRing[Lease]):
         give_up: While `acquire` waits for a lease, `acquire` calls this function with the lease
             every patience_s / 2. The function revokes a reader that has made no progress since the
             last call.
+        patience_s: the seconds after which `give_up` has revoked a reader that makes no progress.
         wait_ms: how long `acquire` has waited for readers in total, in milliseconds.
     """
 
@@ -160,7 +162,8 @@ class HostRing(SpanRing[Lease]):
         return sum(lease.stop - lease.start for lease in self._spans if not lease.free)
 
     def add_reader(self) -> int:
-        """Allocate a counter for one more reader, and set the counter to zero. Returns the index.
+        """Allocate a counter and a revoked flag for one more reader, and set both to zero. Returns
+        the index of the counter and of the flag.
 
         Raises:
             CapacityError: all counters are in use.
@@ -212,7 +215,8 @@ class HostRing(SpanRing[Lease]):
         self.wait_ms += 1e3 * (time.monotonic() - started)
 
     def close(self) -> None:
-        """Free the memory. Readers that map the ring keep their mapping."""
+        """Undo the registration with CUDA, and close the memfd. The kernel frees the memory when
+        this process and all readers have dropped their mappings."""
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered)
             self._registered = 0

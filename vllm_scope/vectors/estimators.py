@@ -32,7 +32,8 @@ def from_sklearn(estimator: object) -> ProbeWeights:
             weights with the activation "sigmoid"; or LinearSVC, RidgeClassifier, Ridge,
             LinearRegression or MLPRegressor, which give weights without an activation. Variants
             such as RidgeCV are allowed. A Pipeline of StandardScaler and an allowed estimator is
-            allowed too. An MLP can have at most two hidden layers, with relu, tanh or logistic.
+            allowed too. An MLP can have at most two hidden layers, with relu, tanh or logistic. A
+            LogisticRegression with multi_class="multinomial" gives weights without an activation.
 
     Raises:
         SpecError: the estimator has another type, is not fitted, or has several outputs.

@@ -42,15 +42,15 @@ DEFAULT_SITE = "resid_post"
 #: In a GGUF file, the architecture of a control vector, and the prefix of vllm-scope's fields.
 _CONTROL, _OURS = "controlvector", "vllm_scope."
 
-# The pattern matches numbers with five digits, but `as_stream` refuses such layers.
+# The pattern also matches layers above MAX_LAYER, but `as_stream` refuses such layers.
 _NAME = re.compile(r"(?:(?P<tier>[a-z]+):)?(?:(?P<site>[a-z_]+)\.)?(?P<number>[0-9]{1,5})")
 
 
 def load_vectors(path: str | Path) -> SteeringModule:
     """Load a steering module from a .safetensors, .gguf, .npz or .json file.
 
-    Each tensor must be a vector with a name that files.py lists in its table. Unknown metadata are
-    ignored.
+    Each tensor must be a vector with a name that files.py lists in its table. A .json file has the
+    form that hooks.py describes. Unknown metadata are ignored.
 
     Raises:
         SpecError: the path has another ending, the file is too large or malformed, or a tensor has

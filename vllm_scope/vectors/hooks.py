@@ -45,8 +45,8 @@ HookVectors = dict[SiteLayer, Vector]
 
 
 def parse_hooks(body: object, where: str) -> HookVectors:
-    """Parse the vectors of one tier from JSON. If the body is None or empty, the result is an empty
-    dict.
+    """Parse the vectors of one tier from a JSON text or from parsed JSON. If the body is None or an
+    empty object, the result is an empty dict.
 
     Raises:
         SpecError: the body is malformed. The message has the path of the wrong value.
@@ -90,8 +90,8 @@ def parse_module(body: object, where: str) -> SteeringModule:
     of the tier `vectors`.
 
     Raises:
-        SpecError: `parse_hooks` refuses a tier, a field is unknown, the body has clamps, or all
-            vectors are zeros.
+        SpecError: `parse_hooks` refuses a tier, a field is unknown or is there under two names, the
+            body has clamps, or no vector has a number other than 0.
     """
     fields = mapping(body, where)
     if set(fields) <= set(ALIASES):
@@ -119,7 +119,7 @@ def parse_module(body: object, where: str) -> SteeringModule:
         found[tokens] = {stream: v for stream, v in vectors.items() if v.any()}
     everywhere = found.pop("all")
     if not everywhere and not any(found.values()):
-        raise SpecError(f"{where} has no vectors but zeros; at least one number must not be 0.")
+        raise SpecError(f"{where} has no vector, or only zeros; at least one number must not be 0.")
     return SteeringModule(everywhere, tiers=found)
 
 
@@ -174,7 +174,7 @@ def is_packed(by_layer: object) -> TypeGuard[Mapping[object, object]]:
 def packed_rows(
     body: Mapping[object, object], where: str, also: set[str]
 ) -> list[tuple[int, Vector]]:
-    """Read vectors in the packed form. Returns pairs (layer, vector) in the order of the file.
+    """Read vectors in the packed form. Returns pairs (layer, vector) in the order of the body.
 
     Args:
         also: additional field names that are allowed.

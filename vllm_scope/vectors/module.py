@@ -80,8 +80,9 @@ class SteeringModule(Mapping[SiteLayer, Vector]):
             addition to the vectors for every token.
 
     Raises:
-        SpecError: the module has no vectors; a key is not (site, layer); a vector has a wrong rank
-            or type; a vector has NaN or infinity in float32; or vectors have different sizes.
+        SpecError: the module has no vectors or more than MAX_VECTORS; a tier is unknown; a key is
+            not (site, layer), or names the stream of another key; a vector has a wrong rank or
+            type; a vector has NaN or infinity in float32; or vectors have different sizes.
     """
 
     vectors: Mapping[SiteLayer, Vector]
@@ -175,7 +176,7 @@ def _kept(vectors: Mapping[SiteLayer, object], tier: str | None) -> Mapping[Site
     for key, value in vectors.items():
         stream = as_stream(key)
         if stream in kept:
-            raise SpecError(f"the module has {stream} twice: {shown(key)} is an alias.")
+            raise SpecError(f"the module has {stream} twice; the second key is {shown(key)}.")
         kept[stream] = as_vector(value, name_of(stream if tier is None else (*stream, tier)))
     ordered = sorted(kept.items(), key=lambda item: (STREAM_SITES.index(item[0][0]), item[0]))
     return MappingProxyType(dict(ordered))

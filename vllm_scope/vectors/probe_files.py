@@ -7,8 +7,8 @@ To:    analysis.probes, cli.watch, probe_weights.
 NAME.safetensors has `weight` [hidden_size] and `bias` [1]. If a scaler comes before the probe, the
 file also has the scaler's `mean` and `scale`. The reader folds the scaler into weight and bias.
 NAME.json has the probe's `site` and `layer`. Optional fields of NAME.json are `pooling` (a selector
-of the training tokens), `template` (the chat template of the training prompts), `calibration`,
-`model` and `threshold`.
+of the training tokens, or a word such as "mean" if a training row was not the row of one token),
+`template` (the chat template of the training prompts), `calibration`, `model` and `threshold`.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def doubts(
 
     Args:
         name: the probe's name, for the messages.
-        pooling, fitted: the tokens and the template of the training data. A value of None is not
-            compared.
-        tokens, template: the tokens and the template of the request.
+        pooling, fitted: the tokens and the template of the training data.
+        tokens, template: the tokens and the template of the request. If `pooling` is None, tokens
+            are not compared. If `fitted` or `template` is None, templates are not compared.
     """
     found = []
     if pooling is not None and not _covers(pooling, tokens):
@@ -166,7 +166,7 @@ def read_place(path: Path) -> ProbeFields:
     """Read the fields of NAME.json: `site`, `layer`, and the optional fields that are in the file.
 
     Raises:
-        SpecError: the file is too large or malformed, or a field is missing or unknown.
+        SpecError: the file is too large or malformed, or a field is missing, unknown or wrong.
         OSError: the file cannot be read.
     """
     check_size(path.stat().st_size, str(path))

@@ -54,11 +54,11 @@ def from_state_dict(
             float dtype and device.
         kind: the kind of probe. For "linear", the state has one torch.nn.Linear with one output,
             and maybe `mean` and `scale` of a scaler before the layer. For "mlp", the state has the
-            torch.nn.Linear layers of a torch.nn.Sequential. For "attention", the state has a query
-            and a value, and maybe `bias`, which is added to the score. The query and the value are
-            each a torch.nn.Linear or a parameter, [num_heads, width] or [width]. A bias of the
-            query has no effect. If the module scales its logits, the caller must multiply the query
-            by the scale.
+            two or three torch.nn.Linear layers of a torch.nn.Sequential. For "attention", the state
+            has a query and a value, and maybe `bias`, which is added to the score. The query and
+            the value are each a torch.nn.Linear or a parameter, [num_heads, width] or [width]. A
+            bias of the query has no effect. If the module scales its logits, the caller must
+            multiply the query by the scale.
         hidden: the function between the layers, if `kind` is "mlp".
         names: the names of the layers in order, or the names of the query and the value. `names`
             can be None if there is only one layer, if the layers' names differ only in a number,

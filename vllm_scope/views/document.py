@@ -3,9 +3,9 @@
 Owns:  View, Picture (a view of given parts), `live_page` (a page that draws a server's data).
 To:    every view; server.pages.
 
-Promise: a saved page contains no address, and scope.js is its only script. The page's content
-security policy allows only the script with the hash of this script, and forbids all loads from
-addresses. A live page also contains live.js, and can send requests only to its own server.
+Promise: a saved page contains no link, and scope.js is its only script. The page's content security
+policy allows only this script, by its hash, and forbids all loads from addresses. A live page also
+contains live.js, and can send requests only to its own server.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PAGE: Final = """<!doctype html>
 </head>
 <body class="vllm-scope">
 <h1>{title}</h1>
-<noscript>This page needs JavaScript; the script is in the page, and loads nothing.</noscript>
+<noscript>This page needs JavaScript; the script is in the page.</noscript>
 <script type="application/json" class="vllm-scope-data">{data}</script>
 <script type="module">{script}</script>
 </body>
@@ -146,7 +146,9 @@ class View(ABC):
             OSError: the file cannot be written.
         """
         if Path(path).suffix not in (".html", ".htm"):
-            raise SpecError(f"the path is {shown(str(path))}; a page's name ends in .html.")
+            raise SpecError(
+                f"the path is {shown(str(path))}; a page's name must end in .html or .htm."
+            )
         Path(path).write_text(self.page(), encoding="utf-8")
 
 

@@ -92,7 +92,8 @@ def feature_page(
         title, intro: plain text. `intro` is a list of paragraphs.
 
     Raises:
-        SpecError: `found` is not a table, a feature does not exist, or no feature is active.
+        SpecError: `found` is not a table, another argument has a wrong type, a feature does not
+            exist, `features` is empty, or no feature is active.
     """
     expect(
         isinstance(found, MaxActivating), "found", found,
@@ -110,7 +111,7 @@ def feature_page(
     there = range(found.num_features)
     features = numbers_of(features, "features", there, f"the SAE has features 0 to {there[-1]:,}")
     if not features:
-        raise SpecError("no feature is active at any token; there is nothing to show.")
+        raise SpecError("there is nothing to show: `features` is empty, or no feature is active.")
     facts = (
         f"{found.num_tokens:,} tokens of {found.num_documents:,} documents. Shown are "
         f"{len(features):,} of {found.num_features:,} features."

@@ -44,9 +44,10 @@ class HarvestPage(View):
             text(f"{state}: {counts}; {len(manifest.shards):,} shards."),
             heading("Rows"),
             text(
-                "An outlier is a value of more than 6 times the root mean square of its row. "
-                "A variance is that of one dimension over all rows. Rows with NaN or infinity are "
-                "in no other column."
+                "An outlier is a value whose absolute value is more than 6 times the root mean "
+                "square of its row. A variance is that of one dimension over all rows, and "
+                "“variance in all” is the sum over the dimensions. Rows with NaN or infinity are "
+                "counted only in the column “not finite”."
             ),
             _table(_STREAM, streams),
             heading("Settings"),

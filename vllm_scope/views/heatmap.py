@@ -39,7 +39,8 @@ class HeatMap(View):
 
     @property
     def spread(self) -> float:
-        """The largest distance of a number from the middle, which has the strongest colour."""
+        """The largest distance of a finite number from the middle, or 1 if there is no distance.
+        This distance has the strongest colour."""
         finite = self.values[np.isfinite(self.values)]
         return float(np.abs(finite - self.middle).max(initial=0)) or 1.0
 

@@ -18,7 +18,7 @@ from vllm_scope.sinks import Block, Ending, Report
 
 
 class Sae(nn.Module):
-    """x -> relu(encode(x - b)) -> decode + b."""
+    """decode(relu(encode(x - b))), where b is the bias of `decode`."""
 
     def __init__(self, hidden_size: int, features: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Sae(nn.Module):
 
 
 class LiveSae:
-    """Trains on batches of `batch_rows` rows of one stream.
+    """Trains on batches of at most `batch_rows` rows of one stream.
 
     Attributes:
         losses: for each batch, the mean squared error divided by the rows' variance.

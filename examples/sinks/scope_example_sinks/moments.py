@@ -21,7 +21,7 @@ class Stream:
 
     Attributes:
         mean: float64 [hidden_size].
-        scatter: float64 [hidden_size, hidden_size], sum of outer products about the mean.
+        scatter: float64 [hidden_size, hidden_size], the sum of (x - mean)(x - mean)^T.
     """
 
     count: int
@@ -29,7 +29,7 @@ class Stream:
     scatter: np.ndarray
 
     def add(self, rows: np.ndarray) -> None:
-        """Add rows by the formula of Chan, Golub and LeVeque (1979), exact for any order."""
+        """Add rows by the formula of Chan, Golub and LeVeque (1979), in any order."""
         mean = rows.mean(axis=0)
         centred = rows - mean
         delta, total = mean - self.mean, self.count + len(rows)

@@ -171,12 +171,12 @@ def test_a_folder_to_save_in_is_looked_for_before_anything_is_asked(tmp_path, ca
         ),
         pytest.param(
             lambda server: steering.steer(server, "a", __file__, [1.0]),
-            ".py is no file of vectors, which ends in .safetensors, .gguf, .npz or .json; give "
-            "one, or the name of a module that the server holds.", id="another-file",
+            ".py is no file of vectors; its name must end in .safetensors, .gguf, .npz or .json. "
+            "Give such a file, or the name of a module that the server holds.", id="another-file",
         ),
         pytest.param(
             lambda server: command.read(server, "a", "resid_post", "3-1", "all", None),
-            "layers have '3-1'; the first number of a range is the smaller.", id="no-range",
+            "layers have '3-1'; the first number of a range must be the smaller.", id="no-range",
         ),
     ],
 )  # fmt: skip

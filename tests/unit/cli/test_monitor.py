@@ -151,7 +151,7 @@ def test_a_page_is_written_instead(served, tmp_path):
         name, "2 requests, 1 verdicts since the start",
     )  # fmt: skip
     told = run(served.url, "--page", str(tmp_path / "page.txt"), ok=False)
-    assert "a page's name ends in .html" in told
+    assert "a page's name must end in .html" in told
 
 
 @pytest.mark.parametrize(

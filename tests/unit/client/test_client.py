@@ -163,7 +163,7 @@ def test_features_are_a_sparse_matrix():
     late = parse_scope({"features": {"f": {"spans": [[4, 5], [9, 10]]}}}, file)
     assert late.features["f"].tokens.tolist() == [4, 9]
     assert late.features["f"].indices.tolist() == [2]
-    with pytest.raises(ScopeError, match="features of 3 positions for 4"):
+    with pytest.raises(ScopeError, match="features of 3 positions where 4 are expected"):
         parse_scope({"features": {"f": told | {"spans": [[3, 7]]}}}, None)
 
 
@@ -513,7 +513,7 @@ class TestStreams:
     )
     def test_tokens_of_another_form_are_refused(self, tokens, run):
         event = {"choices": [choice({"tokens": tokens})]}
-        with pytest.raises(ScopeError, match="the server's tokens are not"):
+        with pytest.raises(ScopeError, match="the server's tokens must have id"):
             run(Server(completions=sse(event)))
 
     @pytest.mark.parametrize("end", ["\u2028", "\u2029", "\u0085", "\r", "\x0b", "\x1c"])
@@ -573,7 +573,7 @@ class TestStreams:
 def test_a_redirect_is_an_error(act):
     for run in both(act):
         elsewhere = httpx.Response(308, headers={"location": "https://other/"})
-        with pytest.raises(ServerError, match="HTTP 308: it is at 'https://other/'; give"):
+        with pytest.raises(ServerError, match="HTTP 308: a redirect to 'https://other/'; give"):
             run(Server(completions=elsewhere, edits=elsewhere))
 
 

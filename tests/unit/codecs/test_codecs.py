@@ -329,7 +329,7 @@ def test_topk8_refuses_indices_outside_the_row():
     codec = make_codec("topk8", 8, torch.float32, k=2)
     parts = codec.encode(torch.ones(1, 8))
     parts["indices"][0, 0] = 8
-    with pytest.raises(ValueError, match="indices leave a row of 8"):
+    with pytest.raises(ValueError, match="indices are outside a row of 8"):
         codec.decode(parts, 1)
 
 

@@ -119,7 +119,9 @@ def test_an_output_has_text_scores_and_the_file_of_its_rows(api, engine):
         pytest.param(
             {"extra_body": {"extra_arg": {}}}, "its fields here are extra_args", id="body"
         ),
-        pytest.param({"logprobs": True}, "logprobs is not given by this provider", id="logprobs"),
+        pytest.param(
+            {"logprobs": True}, "this provider does not support logprobs; leave", id="logprobs"
+        ),
     ],
 )
 def test_what_the_provider_cannot_give_is_refused(config, words, api, engine):

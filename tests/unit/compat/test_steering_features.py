@@ -101,7 +101,7 @@ REFUSED = {
     ),
     "no-name": ([spec(module_name=3)], r"\[0\]\.module_name is 3; a name is"),
     "phase": ([spec(phase="all")], r"\[0\]\.phase is 'all'; it must be both or prefill or decode"),
-    "gated": ([spec(gated=True)], r"\[0\]\.gated is True: .* there is none here"),
+    "gated": ([spec(gated=True)], r"\[0\]\.gated is True: .* no monitor of vllm-scope does this"),
     "hook": ([spec({"mlp_out": {1: [TO_5]}})], r"clamps has 'mlp_out'; hooks are pre_attn"),
     "layer": ([spec({"post_block": {"x": [TO_5]}})], "has 'x'; layers are whole numbers"),
     "one-clamp": ([spec({"post_block": {1: TO_5}})], r"\[1\] is .*; it must be a list of clamps"),
@@ -114,7 +114,7 @@ REFUSED = {
     "many": ([spec({"post_block": {1: MANY}})], "has 17 features; at most 16"),
     "many-of-two": (
         [spec({"post_block": {1: MANY[:16]}}), spec({"post_block": {1: MANY[16:]}})],
-        "has 17 features with those of the request's other specs; at most 16",
+        "has 17 features, with the other clamps of this SAE at this place; at most 16",
     ),
     "twice": (
         [spec(), spec(phase="decode")],

@@ -112,7 +112,7 @@ REFUSED = {
     ),
     "unknown-scope": (GATE | {"scope": "soon"},
         r"\[0\]\.scope is 'soon'; it must be this_token or"),
-    "a-step": (GATE | {"scope": "next_step"}, r"scope is 'next_step': steps are the scheduler's"),
+    "a-step": (GATE | {"scope": "next_step"}, r"scope is 'next_step': the scheduler decides when"),
     "a-conversation": (OPEN | {"scope": "rest_of_conversation"}, "requests share no state"),
     "a-latch": (
         GATE | {"scope": "rest_of_request"}, "is 'rest_of_request': a sigmoid cannot stay open",
@@ -174,7 +174,7 @@ ENGINES = {
     "before-the-probe": (
         apply_(kind="add", steer=inline(post_block=packed(V, W, layers=[1, 0]))),
         "steering[1].when.probe reads 'resid_post' 1, which comes after the edited "
-        "'resid_post' 0; a gate is at or before its edit.",
+        "'resid_post' 0; a gate must be at or before its edit.",
     ),
     "unknown-module": (
         apply_(kind="add", steer={"kind": "name", "name": "nobody"}),

@@ -170,9 +170,9 @@ BAD = {
     "draft": ("set", {"vectors": hook(V), "target": "draft"}, "target is 'draft'"),
     "clear-draft": ("clear", {"target": "draft"}, "target is 'draft'"),
     "features": (
-        "modules/register", {"name": "a", "kind": "sae_delta"}, "kind is 'sae_delta'; modules here",
+        "modules/register", {"name": "a", "kind": "sae_delta"}, "kind is 'sae_delta'; it must be",
     ),
-    "empty-module": ("modules/register", {"name": "a"}, "no vectors but zeros"),
+    "empty-module": ("modules/register", {"name": "a"}, "no vector, or only zeros"),
     "clamps-in-a-module": (
         "modules/register", {"name": "a", "clamps": hook([{"vector": V, "max": 1}])},
         "the body has clamps; a steering module can have only vectors",

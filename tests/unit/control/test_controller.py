@@ -182,7 +182,7 @@ def test_a_name_without_bounds_takes_an_edit():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"bounds": {"loud": (0, 1)}}, "'loud', which is no Add"),
+        ({"bounds": {"loud": (0, 1)}}, "'loud', which is not the name of an Add"),
         ({"bounds": {"calm": (0.5, 1)}}, r"is \(0.5, 1\), and the scale is 0;"),
         ({"bounds": {"calm": (0, float("inf"))}}, "the bounds are finite"),
         ({"max_step": {"calm": 0}}, r"max_step\['calm'\] is 0"),

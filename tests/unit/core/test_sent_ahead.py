@@ -106,7 +106,7 @@ def test_a_ticket_may_have_some_vectors_with_it_and_others_ahead():
 
 
 def test_vectors_that_nobody_sent_are_refused_with_a_sentence():
-    with pytest.raises(UnheldError, match=r"does not hold vectors.*send it again"):
+    with pytest.raises(UnheldError, match=r"does not hold vectors.*send the request again"):
         Registry(SITES).resolve(ticket(probe(1.0), whole=False))
 
 

@@ -66,7 +66,8 @@ def test_all_requests_of_a_name_have_the_same_options(other):
         room.enter((moments(), moments(**other)))
     assert room.num_bytes == 0
     room.enter((moments(),))
-    with pytest.raises(SpecError, match=r"have covariance true and no target; take the same"):
+    text = r"have covariance true and no target; take the same options"
+    with pytest.raises(SpecError, match=text):
         room.enter((moments(**other),))
     room.drop("m")
     room.enter((moments(**other),))

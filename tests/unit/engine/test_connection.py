@@ -94,7 +94,9 @@ def test_a_lens_has_as_many_rows_as_the_operator_allows(lens, max_tokens, rows):
     with pytest.raises(SpecError) as caught:
         found.check(asked, IDS, max_tokens)
     said = str(caught.value)
-    assert said.startswith(f"the lenses of the request are of {rows:,} rows (tokens x layers, with")
+    assert said.startswith(
+        f"the request's lenses are applied to {rows:,} rows (tokens x layers, with"
+    )
     assert f"at most {rows - 1:,} (additional_config['scope'].lens_rows)" in said
 
 
@@ -337,7 +339,7 @@ SAE: Any = SimpleNamespace(place=Place("resid_post", 0), d_sae=64, d_model=4, k=
         ((Features("toy", threshold=1.0, to="tables"),),
          "features[0].to is 'tables', which takes all features of an SAE; leave out indices and"),
         ((Features("toy", ), Features("toy", name="b", to="tables"), ADD),
-         "features[1].to is 'tables', which takes nothing of a request with edits, because"),
+         "features[1].to is 'tables', which takes no results of a request with edits, because"),
         ((LensTopK(), LensTopK(layers=[1], name="b", to="files")),
          "lens[1].to is 'files', which takes reads and features, not tokens of a lens; let"),
         ((LensTopK(layers=[1], to="tables"),),

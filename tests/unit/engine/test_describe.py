@@ -36,13 +36,13 @@ class Broken:
         pytest.param(
             ModuleNotFoundError("No module named 'torch.eyes'", name="torch.eyes"),
             "vLLM's code of SeesForCausalLM cannot be imported (No module named 'torch.eyes'); "
-            "look for a package of a version that this vLLM does not take.",
+            "look for a package whose version this vLLM does not support.",
             id="a-module-that-an-installed-package-lacks",
         ),
         pytest.param(
             ImportError("cannot import name 'Eye' from 'torch'"),
             "vLLM's code of SeesForCausalLM cannot be imported (cannot import name 'Eye' from "
-            "'torch'); look for a package of a version that this vLLM does not take.",
+            "'torch'); look for a package whose version this vLLM does not support.",
             id="a-name",
         ),
     ],

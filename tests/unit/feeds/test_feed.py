@@ -198,7 +198,7 @@ def test_a_process_that_is_killed_is_told_in_a_sentence():
     next(feed)
     (feeder,) = feeders()
     feeder.kill()
-    sentence = r"the process of the engine has died \(exit code -9\) after \d+ rows; what it"
+    sentence = r"the process of the engine has died \(exit code -9\) after \d+ rows; the output"
     with pytest.raises(ScopeError, match=sentence):
         list(feed)
     with pytest.raises(StopIteration):

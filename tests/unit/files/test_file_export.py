@@ -354,7 +354,7 @@ def test_the_card_names_what_rows_have_lost(tmp_path):
     export_dataset(vllm_scope.open(tmp_path / "in"), tmp_path / "out", [("embed", 0)], "float16")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "bfloat16, under the codec int8 |" in card
-    lost = "each number is rounded, and finite numbers beyond 65,504 became 65,504"
+    lost = "each number is rounded, and finite numbers beyond ±65,504 became ±65,504"
     assert f"| float16; {lost} |" in card
 
 

@@ -512,7 +512,7 @@ def test_wrong_arguments_are_refused_with_a_sentence(tmp_path):
         pytest.param({"shards": 3}, "The options are root, layout", id="unknown"),
         pytest.param({"file_mb": 3}, "file_mb is no option; did you mean file_mib?", id="near"),
         pytest.param({"root": ""}, "root is ''; it must have 1 or more characters.", id="no-root"),
-        pytest.param({"mode": "rw"}, "mode is 'rw'; it must be 6 and two of", id="mode"),
+        pytest.param({"mode": "rw"}, "mode is 'rw'; it must be 6 and two digits", id="mode"),
         pytest.param({"codec": "gzip"}, "codec is 'gzip'", id="codec"),
         pytest.param({"codec_options": {"k": 3}}, "takes no options", id="codec-option"),
         pytest.param(

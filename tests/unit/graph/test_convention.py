@@ -362,9 +362,9 @@ def test_the_convention_is_read_off_layer_and_model(layer, model, convention):
     ("layer", "model", "reason"),
     [
         pytest.param(ThreeValues, NormJoins, "returns 3 values, not 1 or 2", id="three-values"),
-        pytest.param(OneOrTwo, NormJoins, "returns in 2 ways", id="one-or-two-values"),
-        pytest.param(Nothing, TakesOne, "returns in 0 ways", id="no-return"),
-        pytest.param(NoForward, TakesOne, "returns in 0 ways", id="no-forward"),
+        pytest.param(OneOrTwo, NormJoins, "has 2 forms of return", id="one-or-two-values"),
+        pytest.param(Nothing, TakesOne, "has 0 forms of return", id="no-return"),
+        pytest.param(NoForward, TakesOne, "has 0 forms of return", id="no-forward"),
         pytest.param(FromNowhere, NormJoins, "source of FromNowhere.forward", id="made-by-exec"),
         pytest.param(Lambda, TakesOne, "not a plain function", id="lambda"),
         pytest.param(Coroutine, TakesOne, "not a plain function", id="coroutine"),

@@ -219,13 +219,13 @@ def test_rows_that_are_not_finite_refuse_nothing(value):
         model.layers["0"].mlp.add.fill_(value)
     found = findings(model, SUM)
     assert (found.wrong_sites, found.moved) == ({}, ())
-    assert found.untold["what layers get"] == (1, 2)
+    assert found.untold["the input of layers"] == (1, 2)
     assert found.num_equal > 0  # layer 0 up to its MLP
 
 
 def test_a_stage_compares_what_it_holds_and_says_what_it_does_not():
     found = findings(Model(SumLayer, numbers=[0, 1]), SUM, norm=False)
-    assert found.untold == {"what another pipeline stage makes of layers": (1,)}
+    assert found.untold == {"the input of the next pipeline stage, after layers": (1,)}
     with pytest.raises(CompatError, match="the output of layer 2 is not"):
         findings(Model(_Second, numbers=[2]), DEAD)
 
@@ -240,7 +240,7 @@ class _Second(SumLayer):
 
 def test_a_layer_without_a_norm_before_its_attention_is_compared_at_the_end():
     found = findings(Model(PostNormLayer), TENSOR)
-    assert found.untold == {"what the first module of layers gets": (0, 1, 2)}
+    assert found.untold == {"the input of the first module of layers": (0, 1, 2)}
     assert found.num_equal == NUM_LAYERS
 
 
@@ -270,7 +270,7 @@ def test_a_layer_that_runs_twice_is_refused():
 
 def test_a_forward_that_runs_no_layer_shows_nothing():
     found = findings(Model(SumLayer), SUM, times=0)
-    assert found.untold == {"what layers get, as none ran": (0, 1, 2)}
+    assert found.untold == {"any row, because the forward did not run layers": (0, 1, 2)}
     assert found.num_equal == 0
 
 
@@ -287,8 +287,8 @@ def test_rounding_is_not_a_fault(layer, convention, dtype):
     ("dtype", "times", "words"),
     [
         pytest.param(torch.float32, 1, None, id="once"),
-        pytest.param(torch.float16, 1, "layer 1 returned rows of torch.float16, and rows here are "
-                     "of torch.float32", id="another-dtype"),
+        pytest.param(torch.float16, 1, "layer 1 returned rows of torch.float16, and the model's "
+                     "rows are of torch.float32", id="another-dtype"),
         pytest.param(torch.float32, 2, "layer 1 ran 2 times in a forward", id="twice"),
         pytest.param(torch.float32, 0, "layer 1 ran 0 times in a forward", id="not-at-all"),
     ],

@@ -96,7 +96,8 @@ class Doubling(nn.Module):
             id="neither-the-sum-nor-the-first",
         ),
         pytest.param(
-            Model(PostNormLayer), {}, "no rows show what the first module of layers gets 0, 1, 2",
+            Model(PostNormLayer), {},
+            "no rows show the input of the first module of layers 0, 1, 2",
             id="no-norm-shows-what-layers-get",
         ),
         pytest.param(

@@ -186,7 +186,7 @@ def test_a_damaged_shard_and_one_that_is_there_twice_are_refused(tmp_path):
     body = first.read_bytes()
     copy = first.with_name("shard-copied.safetensors")
     copy.write_bytes(body)
-    with pytest.raises(FileError, match="has a document that is also in another shard; remove"):
+    with pytest.raises(FileError, match="has a context that is also in another shard; remove"):
         harvest(TEXTS, tmp_path)
     copy.unlink()
     first.write_bytes(body[:-1])

@@ -117,5 +117,5 @@ def test_rows_are_counted_without_the_gil():
 
 
 def test_damaged_figures_are_refused():
-    with pytest.raises(FileError, match="its statistics are"):
+    with pytest.raises(FileError, match="its statistics are of shape"):
         Statistics.parse(np.zeros(9), "x")

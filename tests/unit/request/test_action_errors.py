@@ -56,7 +56,7 @@ def test_a_missing_field_is_named_alone(body, sentence):
             lambda: Add("m" * (MAX_NAME + 1)), "'mmm", "1 to 200 characters", id="a-long-name"
         ),
         pytest.param(lambda: Add(None, layer=1), "None", "a list of numbers", id="none"),
-        pytest.param(lambda: Add([], layer=1), "shape (0,)", "none empty", id="no-numbers"),
+        pytest.param(lambda: Add([], layer=1), "shape (0,)", "none of size 0", id="no-numbers"),
         pytest.param(lambda: Add(1.0, layer=1), "shape ()", "1 to 3 dimensions", id="one-number"),
         pytest.param(lambda: Add(["a"], layer=1), "['a']", "a list of numbers", id="words"),
         pytest.param(lambda: Add([True], layer=1), "[True]", "a list of numbers", id="bools"),

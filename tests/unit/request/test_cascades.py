@@ -51,7 +51,8 @@ def test_where_a_stage_begins(verdict, num_prompt, step_tokens, first):
         ),
         (
             [probe("a", threshold=None), probe("b", "a")],
-            "probes[1].after is 'a', which cannot be a first stage; a first stage has a threshold",
+            "probes[1].after is 'a', which cannot be a first stage; a first stage must have a "
+            "threshold",
         ),
         ([probe("a", action="stop"), probe("b", "a")], "'a', which cannot be a first stage"),
         ([probe("a", tokens=[1]), probe("b", "a")], "'a', which cannot be a first stage"),

@@ -87,7 +87,7 @@ def test_a_gate_is_computed_before_its_edit(gate, edit, fits):
     if fits:
         assert resolved(one).edits[0].gate.place == gate
     else:
-        with pytest.raises(SpecError, match="a gate is at or before its edit"):
+        with pytest.raises(SpecError, match="a gate must be at or before its edit"):
             resolved(one)
 
 
@@ -134,7 +134,7 @@ def test_each_edit_has_a_dose_of_its_own_and_only_if_it_names_one():
     assert [probe.name for probe in found.probes] == ["a", "b"]
     with pytest.raises(SpecError, match="two gates or doses are called 'd'"):
         resolved(Add(V, layer=1, dose="d"), Add(V, layer=1, dose="d"))
-    with pytest.raises(SpecError, match="a probe and a gate or dose are called 'd'"):
+    with pytest.raises(SpecError, match="probes, features, lenses, gates and doses are called 'd'"):
         resolved(Add(V, layer=1, dose="d"), probes=(Probe(V, layer=0, name="d"),))
 
 

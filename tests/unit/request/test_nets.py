@@ -353,10 +353,10 @@ def test_a_sink_takes_scores_that_need_one_row_alone(action):
         ),
         pytest.param(
             lambda: AttentionPool([V, V], V), "(2, 4) and a value of shape (1, 4)",
-            "both are [num_heads, width", id="fewer-values",
+            "both must be [num_heads, width", id="fewer-values",
         ),
         pytest.param(
-            lambda: AttentionPool(V, V[:3]), "(1, 4) and a value of shape (1, 3)", "both are",
+            lambda: AttentionPool(V, V[:3]), "(1, 4) and a value of shape (1, 3)", "both must be",
             id="another-width-of-values",
         ),
         pytest.param(

@@ -231,7 +231,9 @@ def test_or_is_in_any_and_minus_is_in_one_and_not_the_other(one, other, sequence
         pytest.param(lambda: TokenIds(7) | "first", "Union[1] is 'first'; the words", id="a-word"),
         pytest.param(lambda: 1.5 - TokenIds(7), "Except[0] is 1.5; give one of", id="a-number"),
         pytest.param(lambda: Positions(), "Positions is empty", id="no-positions"),
-        pytest.param(lambda: Positions(1.5), "Positions has 1.5; it holds whole", id="a-float"),
+        pytest.param(
+            lambda: Positions(1.5), "Positions has 1.5; its items must be whole", id="a-float"
+        ),
         pytest.param(lambda: Positions("last"), "Positions has 'last'; it holds", id="a-name"),
     ],
 )

@@ -76,8 +76,8 @@ def test_rows_come_back_from_json(saes):
         ({"top_k": 1025}, "Features.top_k is 1025"),
         ({"top_k": 3, "indices": [1]}, "Features has top_k and indices; give one of them"),
         ({"indices": []}, "Features.indices has 0 features; it has 1 to 256"),
-        ({"indices": [1, 1]}, "names each feature once"),
-        ({"indices": [-1]}, "names each feature once"),
+        ({"indices": [1, 1]}, "must name each feature one time"),
+        ({"indices": [-1]}, "must name each feature one time"),
         ({"layer": [1, 2]}, "Features.layers is .* it must be one layer"),
         ({"layer": "all"}, "it must be one layer"),
         ({"threshold": float("nan")}, "Features.threshold is nan"),
@@ -161,7 +161,7 @@ def test_what_the_engine_does_not_hold_is_refused(one, sentence, saes):
 
 def test_rows_of_another_width_are_refused(saes):
     spec = Spec(features=(Features("jumprelu", top_k=2),)).of_engine(saes)
-    with pytest.raises(SpecError, match=r"features\[0\]\.sae is of rows of 6 numbers; .* have 8"):
+    with pytest.raises(SpecError, match=r"features\[0\]\.sae takes rows of 6 numbers; .* have 8"):
         spec.resolve(Sites(14, 8, "float32", tuple(range(0, 29, 2))))
 
 

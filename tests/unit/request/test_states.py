@@ -172,7 +172,9 @@ def test_a_gate_with_a_state_is_at_an_earlier_place(gate, edit, fits):
     if fits:
         resolved(one)
     else:
-        with pytest.raises(SpecError, match=r"edits\[0\].gate reads .* is at an earlier place"):
+        with pytest.raises(
+            SpecError, match=r"edits\[0\].gate reads .* must be at an earlier place"
+        ):
             resolved(one)
 
 

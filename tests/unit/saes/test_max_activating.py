@@ -302,10 +302,16 @@ def test_only_entries_that_stay_get_a_context(monkeypatch):
 @pytest.mark.parametrize(
     ("tokens", "positions", "indices", "sentence"),
     [
-        pytest.param(0, [0, 1], [[1], [2]], r"has 0 tokens; positions ascend", id="no-tokens"),
+        pytest.param(0, [0, 1], [[1], [2]], r"has 0 tokens; positions must ascend", id="no-tokens"),
         pytest.param(2, [0, 2], [[1], [2]], r"positions are \[0, 2\], and the doc", id="too-far"),
         pytest.param(2, [-1, 0], [[1], [2]], r"positions are \[-1, 0\], and", id="negative"),
-        pytest.param(2, [1, 0], [[1], [2]], r"positions ascend from 0 to 1", id="descending"),
+        pytest.param(
+            2,
+            [1, 0],
+            [[1], [2]],
+            r"positions must ascend, and must be from 0 to 1",
+            id="descending",
+        ),
         pytest.param(2, [0, 1], [[1], [3]], r"indices have 3; .* 0 to 2", id="no-such-feature"),
         pytest.param(2, [0, 1], [[1]], r"shapes \[2\], \[1, 1\] and \[1, 1\]; they", id="shape"),
     ],

@@ -94,7 +94,10 @@ def test_an_input_that_no_tap_reads_is_said(tmp_path):
             {"skip": torch.ones(2, 2)},
             rf"the skip is \[2, 2\]; it must be \[d_out, d_model\], \[{D_OUT}",
         ),
-        ({"decoder": torch.ones(3, D_OUT)}, f"encoder has {D_SAE} features, the decoder 3"),
+        (
+            {"decoder": torch.ones(3, D_OUT)},
+            f"encoder has {D_SAE} features, and the decoder has 3; both",
+        ),
         ({"output": None, "skip": torch.ones(D_OUT, D_IN)}, "only a transcoder has a skip matrix"),
         ({"output": None}, "the encoder is .* and the decoder"),
     ],

@@ -175,7 +175,7 @@ def test_a_sink_of_such_a_name_is_refused_with_a_sentence(name):
 @pytest.mark.parametrize("name", [f"a{HALF}", "\udfff"])
 def test_a_module_of_such_a_name_is_refused_with_a_sentence(name):
     registry = Registry(Sites(2, 4, "float32", (0, 2, 4)))
-    with pytest.raises(SpecError, match="characters that UTF-8 has, not '"):
+    with pytest.raises(SpecError, match="characters that UTF-8 can encode, not '"):
         registry.register(name, save({"resid_post.1": np.ones(4, np.float32)}))
     assert registry.names == {}
 

@@ -419,8 +419,8 @@ def test_a_key_that_has_used_its_part_of_a_day_is_told_and_others_go_on(monkeypa
         told = ask(3, "one")
         assert (told.status, told.expected, told.delivered) == ("partial", 6, 0)
         assert (
-            "has sent sink 'mine' the 0.0158 MiB that a key may send in 24 hours (key_mib)"
-            in told.reason
+            "would send sink 'mine' more than the 0.0158 MiB that a key may send in 24 hours "
+            "(key_mib)" in told.reason
         )
         assert ask(4, "two").status == "ok"
         assert [ask(key, "").status for key in (5, 6, 7)] == ["ok"] * 3, (
@@ -722,7 +722,9 @@ def test_a_sink_that_cannot_be_made_leaves_nothing_of_the_others(monkeypatch, tm
 def test_a_folder_to_spill_to_that_is_not_there_stops_the_start(monkeypatch, tmp_path):
     options = {"on_overload": "spill", "spill_folder": str(tmp_path / "none")}
     with (
-        pytest.raises(ConfigError, match=r"sink 'mine' cannot spill: .*none.*spill_folder is a"),
+        pytest.raises(
+            ConfigError, match=r"sink 'mine' cannot spill: .*none.*spill_folder must be a"
+        ),
         side(monkeypatch, {"mine": options}, mine=Live),
     ):
         pass

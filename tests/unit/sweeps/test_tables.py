@@ -40,7 +40,7 @@ def test_normalised_values_are_0_without_an_edit_and_1_at_the_source(table):
     assert (found.plain == 0).all()
     assert (found.source == 1).all()
     table.source[:] = np.nan
-    with pytest.raises(SpecError, match="its rows were given"):
+    with pytest.raises(SpecError, match="does not have the metric of each source prompt"):
         table.normalised()
 
 

@@ -116,7 +116,7 @@ def test_the_steering_forks_json_is_read(tmp_path):
         pytest.param("[]", "it must be an object", id="no-object"),
         pytest.param({"mlp_out": {"1": [1]}}, "its fields are vectors", id="unknown-hook"),
         pytest.param({"vectors": {"mlp_in": {}}}, "hooks are pre_attn", id="hook-of-the-mlp"),
-        pytest.param({"vectors": {}}, "no vectors but zeros", id="nothing"),
+        pytest.param({"vectors": {}}, "no vector, or only zeros", id="nothing"),
         pytest.param(
             {"clamps": {"post_block": {}}}, "has clamps;.*into requests", id="clamps",
         ),

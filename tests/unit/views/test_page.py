@@ -146,5 +146,5 @@ def test_text_can_be_read_on_every_colour(theme):
 
 
 def test_a_page_is_no_picture_file(tmp_path):
-    with pytest.raises(SpecError, match=r"strip\.png'; a page's name ends in \.html"):
+    with pytest.raises(SpecError, match=r"strip\.png'; a page's name must end in \.html"):
         token_strip(["a"], [1.0]).save(tmp_path / "strip.png")

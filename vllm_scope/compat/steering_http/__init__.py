@@ -23,7 +23,7 @@ additions. Clamps of features apply after all other clamps. A token's position d
 apply to the token. Therefore the same tiers apply if a preempted request computes the token again.
 
 A caller loads steering modules with `load_modules(llm, ["formal=formal.json"])`. At start, the
-engine loads those of `additional_config={"scope": {"modules": {"formal": "formal.json"}}}`.
+engine loads the modules in `additional_config={"scope": {"modules": {"formal": "formal.json"}}}`.
 
 engine.py   LLM and SamplingParams with the fork's arguments
 keys.py     translates the keys of a request to actions; load_modules

@@ -38,7 +38,7 @@ _IDLE = {
 _GLOBAL = {"global_hooks", "global_positions", "default_tag"}
 
 
-#: Maps each hook to layers, and each layer to a vector or a list of clamps. Or a JSON text of this.
+#: Maps each hook to layers, and each layer to a vector or a list of clamps; or this as JSON text.
 Tier = Mapping[str, Mapping[int | str, object]] | str
 P = ParamSpec("P")
 
@@ -85,7 +85,8 @@ def _with_results(method: Callable[P, list[RequestOutput]]) -> Callable[P, list[
 
 
 class LLM(vllm.LLM):
-    """vllm.LLM with the fork's arguments. Requests can steer and capture at every hook.
+    """vllm.LLM with the fork's arguments. Requests can steer and capture at every hook, except if
+    `additional_config` names other sites.
 
     Args:
         model, vllm_kwargs: the arguments of vllm.LLM.
@@ -93,10 +94,11 @@ class LLM(vllm.LLM):
             A request waits until there is room for its vectors. The option
             additional_config["scope"].vectors_mib sets the size of this room.
         capture_consumers: the sinks, each as {"name", "params"}. The params of `filesystem` have
-            the fork's names. The params of another sink are passed to its plugin unchanged.
+            the fork's names. The params of another sink are the options that this sink has in
+            additional_config["scope"].sinks.
 
     Raises:
-        ConfigError: vllm-scope does not support an option of a consumer.
+        ConfigError, SpecError: as in `sink_of`, for one of the consumers.
     """
 
     generate = _with_results(vllm.LLM.generate)
@@ -128,6 +130,7 @@ def sink_of(consumer: object) -> tuple[str, str, dict[str, object]]:
 
     Raises:
         ConfigError: `consumer` is not {"name", "params"}, or an option is not supported.
+        SpecError: a hook in `global_hooks`, its layers, or `global_positions` is wrong.
     """
     where = "capture_consumers"
     known = {"name", "params", "instance_name"}

@@ -45,8 +45,8 @@ _PHASES = {
 _KINDS = ("absolute", "additive")
 _NEEDED = {"feature_idx", "kind", "value"}
 _GATED = (
-    "in the fork, a server's monitor scales gated clamps of all requests, and there is none here; "
-    "leave gated out, or give vllm_scope.SetFeature a gate"
+    "in the fork, a server's monitor scales the gated clamps of all requests, and no monitor of "
+    "vllm-scope does this; leave gated out, or give vllm_scope.SetFeature a gate"
 )
 
 
@@ -85,7 +85,8 @@ def features_of(body: object, sites: Sites, room: Room) -> list[Asked]:
         room: counts the edits of the request.
 
     Raises:
-        SpecError: a value has a wrong form, or a SetFeature cannot express a clamp.
+        SpecError: a value has a wrong form or too many items, or a SetFeature cannot express a
+            clamp.
     """
     specs = parsed(body, KEY)
     if specs is None:
@@ -100,7 +101,7 @@ def features_of(body: object, sites: Sites, room: Room) -> list[Asked]:
 
 
 def check_places(asked: Iterable[Asked], saes: Mapping[str, Any]) -> None:
-    """Raise SpecError if the caller clamps features at a place other than the place of the SAE.
+    """Raise SpecError if the caller clamps features at a boundary other than the SAE's boundary.
 
     Args:
         saes: the SAEs that the engine holds, by name. This check ignores a name that is not in
@@ -155,7 +156,7 @@ def _put(tier: dict[_Clamp, str], clamp: _Clamp, path: str) -> None:
                 "tokens; clamp a feature once."
             )
     tier[clamp] = path
-    few(list(tier), MAX_FEATURES, "features with those of the request's other specs", path)
+    few(list(tier), MAX_FEATURES, "features, with the other clamps of this SAE at this place", path)
 
 
 def _clamp(entry: object, where: str) -> _Clamp:

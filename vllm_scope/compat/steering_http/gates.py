@@ -1,4 +1,4 @@
-"""Translates vectors that the steering fork adds on a condition to Adds with a Gate.
+"""Translates the conditional vectors of the steering fork to Adds with a Gate.
 
     steering=[{
         "when": {"kind": "probe", "probe": SOURCE, "threshold": 2.0, "sharpness": 1.0},
@@ -54,7 +54,8 @@ _PROBES: _Kinds = {
 _SCOPES = {
     "this_token": "",
     "rest_of_request": "",
-    "next_step": "steps are the scheduler's, and a step can have several tokens; use this_token",
+    "next_step": "the scheduler decides when a step ends, and a step can have several tokens; "
+    "use this_token",
     "rest_of_conversation": "requests share no state; send the gate with each request",
 }
 
@@ -89,7 +90,7 @@ def gated(body: object, sites: Sites, room: Room) -> Iterator[tuple[Add, dict[st
 
 
 def _of_kind(value: object, where: str, kinds: _Kinds) -> Mapping[object, object]:
-    """The fields of `value`. Raises SpecError if these are not the fields of the `kind`."""
+    """The fields of `value`. Raises SpecError if the `kind` is refused or has other fields."""
     fields = few_fields(value, 4, "fields", where)
     kind = fields.get("kind")
     found = kinds.get(kind) if isinstance(kind, str) else None

@@ -236,8 +236,8 @@ async def register_module(request: Request, body: RegisterModule) -> ModuleChang
     vectors."""
     if body.kind != "additive" or body.sae_manifest is not None:
         raise RefusalError(
-            400, f"kind is {shown(body.kind)}; modules here are 'additive'. No path "
-            "comes from a request, so the operator names sparse autoencoders when the engine "
+            400, f"kind is {shown(body.kind)}; it must be 'additive', without sae_manifest. A "
+            "request cannot name a path, so the operator names sparse autoencoders when the engine "
             "starts: additional_config={'scope': {'saes': {NAME: PATH}}}.",
         )  # fmt: skip
     sites = await _sites(request)
@@ -248,7 +248,7 @@ async def register_module(request: Request, body: RegisterModule) -> ModuleChang
 
 
 def _module(tiers: dict[str, object], sites: Sites) -> bytes:
-    """The bytes of a steering module. Raises SpecError if the module does not fit this model."""
+    """The bytes of a module. Raises SpecError if a tier is malformed or does not fit this model."""
     room = Room()
     fields = {
         name: bounded(value, sites, room, f"the body[{name!r}]")

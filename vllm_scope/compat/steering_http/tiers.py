@@ -6,8 +6,9 @@ To:    http.
 
 Promise: only the engine has a list of server-wide edits. An Add or a Clamp of this list belongs to
 a tier if the edit has numbers and layers, and applies to the tier's tokens. The route that has set
-the edit does not matter. A `set` does not change other edits, such as an Add of a steering module
-by name, an ablation, or an edit with a gate or a dose.
+the edit does not matter. A `set` without `replace` does not change other edits, such as an Add of a
+steering module by name, an ablation, or an edit with a gate, a dose, `norm_match` or
+`max_relative_norm`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from vllm_scope.request.spec import Spec, scope
 from vllm_scope.vectors.hooks import MODULE_TIERS, tiers
 
 CLAMP_TIERS = tiers("clamps")
-#: Map a tier's tokens to the fields of `status` for the vector's length and the number of clamps.
+#: `_NORMS` maps a tier's tokens to the field of `status` for the length of the sum of vectors.
+#: `_COUNTS` maps a tier's tokens to the field of `status` for the number of clamps.
 _NORMS = {tokens: name for name, tokens in tiers("norm").items()}
 _COUNTS = {tokens: name for name, tokens in CLAMP_TIERS.items()}
 
@@ -42,7 +44,7 @@ class Wanted:
 
     Attributes:
         edits: first the Adds, then the Clamps.
-        places: the kinds of edits, tokens, sites and layers whose earlier edits are replaced.
+        places: each _Place whose earlier edits are removed when `edits` are set.
     """
 
     edits: tuple[Edit, ...]
@@ -89,15 +91,15 @@ class Wanted:
 
 
 def merged(text: str | None, wanted: Wanted, alone: bool) -> str | None:
-    """The new server-wide edits as a spec, or None if no edits are left.
+    """The new server-wide edits as the JSON of a spec, or None if no edits are left.
 
     Args:
-        text: the present server-wide edits as a spec, or None if there are no edits.
-        alone: whether all present edits end. If False, present edits at other places stay.
+        text: the present server-wide edits as the JSON of a spec, or None if there are no edits.
+        alone: whether all present edits end. If False, only the edits at `wanted.places` end.
     """
     held = [] if alone or text is None else Spec.from_json(text).edits
     left = [e for edit in held for e in _without(edit, wanted.places)]
-    # Server-wide clamps apply after all server-wide additions, as in a request.
+    # As in a request, the new Adds apply before all Clamps, and the new Clamps apply last.
     first = next((i for i, edit in enumerate(left) if isinstance(edit, Clamp)), len(left))
     adds = [edit for edit in wanted.edits if isinstance(edit, Add)]
     clamps = [edit for edit in wanted.edits if isinstance(edit, Clamp)]

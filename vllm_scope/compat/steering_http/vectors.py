@@ -39,11 +39,11 @@ from vllm_scope.vectors.hooks import (
 
 HOOKS = {site: hook for hook, site in ALIASES.items()}
 _BOUNDS = {"min", "max", "value"}
-#: The largest number of fields of a packed hook, of a vector with a scale, and of a clamp.
+#: Upper limits of the number of fields of a packed hook, of a vector as an object, and of a clamp.
 _PACKED_FIELDS, _VECTOR_FIELDS, _CLAMP_FIELDS = 7, 3, 5
 
 
-# Counting. These functions accept values of a wrong type, because the parsers refuse such values.
+# Counting. These functions accept some values of a wrong type, which the parsers refuse later.
 
 
 def bounded(
@@ -55,8 +55,8 @@ def bounded(
     count of the request's edits, all vectors of one hook are one edit, and each clamp is one edit.
 
     Raises:
-        SpecError: too many vectors or clamps, a layer that the model lacks, or a vector of another
-            size.
+        SpecError: too many vectors or clamps, an unknown hook, a layer that the model lacks, or a
+            vector that is not [hidden_size].
     """
     hooks = few_fields(parsed(body, where), len(ALIASES), "hooks", where)
     for hook, by_layer in hooks.items():
@@ -95,7 +95,10 @@ def _check_entry(entry: object, sites: Sites, room: Room, path: str, most: int) 
 
 
 def _check_packed(body: Mapping[object, object], sites: Sites, most: int | None, where: str) -> int:
-    """The number of rows in the `shape` of a packed hook; 0 if the parser will refuse the hook."""
+    """The number of rows in the `shape` of a packed hook; 0 if the parser will refuse the hook.
+
+    Raises SpecError if the rows have a wrong size, or are more than `most`.
+    """
     few(body, _PACKED_FIELDS, "fields", where)
     shape = body.get("shape")
     few(shape, 3, "numbers", f"{where}.shape")
@@ -146,9 +149,9 @@ def stacked(
 def clamps_of(
     body: object, tokens: str, where: str, sites: Sites, room: Room
 ) -> dict[SiteLayer, list[Clamp]]:
-    """The Clamps of a tier, by place. A place for which the tier has an empty list has no Clamps.
+    """The Clamps of a tier, by place. An empty list of clamps gives an empty list of Clamps.
 
-    The other arguments and the errors are those of `vectors_of`.
+    `tokens` are the tokens of the Clamps. Other arguments and the errors are as in `vectors_of`.
     """
     found: dict[SiteLayer, list[Clamp]] = {}
     for hook, by_layer in bounded(body, sites, room, where, clamps=True).items():
@@ -170,7 +173,7 @@ def clamps_of(
 
 
 def words_of(edit: Edit, key: str) -> dict[str, str]:
-    """Maps the paths of an edit's fields to paths in the tier, which error texts name."""
+    """Maps the path of each field of an edit to the path of its hook in the tier, for errors."""
     place = f"{key}[{HOOKS[edit.site]!r}]"
     return dict.fromkeys(("", ".layers", ".site", ".tokens", f".{edit.fields[0]}"), place)
 

@@ -9,7 +9,7 @@
     out.activations["residual_stream"]    # [n_layers, n_prompt + n_generated - 1, hidden]
 
 The rows are read after all steering of the layer. Layer k has the values of Hugging Face's
-`hidden_states[k + 1]`.
+`hidden_states[k + 1]`. For the last layer, these are the values before the final norm.
 
 A request has these keys in `extra_args`, or over HTTP in `vllm_xargs`, as JSON strings.
     output_residual_stream   a Read of "resid_post". True reads all layers, a list reads some

@@ -113,12 +113,12 @@ def compute_attention_weights(
         the key.
 
     Raises:
-        SpecError: the shapes of the arguments do not fit together.
+        SpecError: the shapes do not fit together, or `q_start` is None and `q` is longer than `k`.
     """
     if q.dim() != 3 or k.dim() != 3 or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
         raise SpecError(
-            f"q has shape {list(q.shape)} and k {list(k.shape)}; they must be [positions, heads, "
-            "head_dim] each, of one head_dim, with a whole number of q's heads for each of k's."
+            f"q has shape {list(q.shape)} and k {list(k.shape)}; each must be [positions, heads, "
+            "head_dim], with equal head_dim, and q's number of heads must be a multiple of k's."
         )
     num_queries, heads, _ = q.shape
     num_keys, kv_heads, _ = k.shape

@@ -1,4 +1,4 @@
-"""VLLMLensClient, which is vllm-lens's client of a server, and uses httpx.
+"""VLLMLensClient, a client of a server with the methods of vllm-lens's client. It uses httpx.
 
     from vllm_scope.compat.vllm_lens.client import VLLMLensClient
     client = VLLMLensClient("http://localhost:8000")
@@ -43,7 +43,7 @@ class GenerateOutput:
         activations: the first choice's activations, or None if nothing was captured.
             "residual_stream" is a torch tensor [n_layers, n_positions, hidden]. With `capture_qk`,
             the activations also have attn_q, attn_k, qk_layers and qk_meta, for
-            `attention_patterns`. The activations of choice i are
+            `attention_patterns`. The activations of a later choice i (from 1) are
             `decode_activations(out.raw["choices"][i], fetch_bytes=client.fetch_bytes)`.
         hook_results: None, because a server runs no hooks.
         logprobs: the first choice's log-probabilities, as in the server's JSON.
@@ -64,7 +64,8 @@ class VLLMLensClient:
         base_url: the server's URL.
         model: the name of one of the server's models, or None for the server's first model.
         api_key: a key of the server's option --api-key.
-        timeout: how many seconds the client waits for an answer.
+        timeout: how many seconds the client waits for the next bytes of an answer, or None for no
+            limit.
         transport: an httpx transport in place of the default, for tests and proxies.
     """
 
@@ -117,7 +118,7 @@ class VLLMLensClient:
             SpecError: the request is wrong.
             CapacityError: the server has no room for the request. Send the request again later.
             ServerError: the server refused the request for another reason.
-            ScopeError: requested rows are missing.
+            ScopeError: the answer lacks a requested tensor, for example because rows are missing.
         """
         words = _words(hooks, capture_layers, capture_qk, steering_vectors, activations_transport)
         body = {

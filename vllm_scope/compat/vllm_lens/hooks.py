@@ -11,13 +11,13 @@
     llm.generate(prompt, params)[0].hook_results["0"]["before"]
 
 In each step with tokens of the request, the function is called one time for each layer of the Hook.
-A step computes a chunk of the prompt, or a generated token. With async scheduling, the last call
+These tokens are a chunk of the prompt, or one generated token. With async scheduling, the last call
 can be for a token that vLLM then discards. The model continues with the rows that the function
 returns. A function is never pickled and never leaves this process. A function can do all that this
 process can do.
 
 vllm-lens adds `llm.register_hooks(...)` and related methods to vllm.LLM. vllm-scope adds the same
-methods when Hook is imported.
+methods when a caller imports Hook from vllm_scope.compat.vllm_lens.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HookContext:
         seq_len: number of rows that the function receives.
         positions: the rows' absolute positions.
         saved: a dict for the values that the function saves. `output.hook_results` has this dict
-            under the hook's index.
+            under the hook's index. For a hook of all requests, PersistentHooks.results has it.
         model: vLLM's model.
     """
 
@@ -215,7 +215,7 @@ def register_hooks(
 
 
 def collect_hook_results(self: LLM) -> dict[str, HookResults]:
-    """Maps request ids to the values that the hooks saved since the results were last cleared."""
+    """A copy of PersistentHooks.results, without the results that were cleared."""
     return dict(_of(self).results)
 
 

@@ -125,7 +125,10 @@ async def get_activation(
 
 
 def _open(request: Request, handle: str) -> tuple[BinaryIO, Header] | None:
-    """Open the file of a kept tensor at the tensor's first byte. None if the file is missing."""
+    """Open the file of a kept tensor at the tensor's first byte.
+
+    None if the file is missing, or is not the file of a tensor of `activations`.
+    """
     state = state_of(request)
     file = state.store.open(handle, state.owner_of(request))
     if file is None:
@@ -142,7 +145,7 @@ def _open(request: Request, handle: str) -> tuple[BinaryIO, Header] | None:
 
 @_hooks.post("/{rest:path}", include_in_schema=False)
 async def no_hooks(rest: str) -> None:
-    """Refuse every request to /v1/hooks. Python functions are arbitrary code."""
+    """Refuse every POST below /v1/hooks, because Python functions are arbitrary code."""
     raise RefusalError(404, NO_HOOKS)
 
 

@@ -41,7 +41,8 @@ class Activations(Mapping[str, Any]):
     qk_meta has the options of the attention kernels of these layers.
 
     Raises:
-        ScopeError: the caller accesses a tensor, and rows of the tensor are missing.
+        KeyError: the caller accesses a tensor that the request did not ask for.
+        ScopeError: the caller accesses a tensor, and rows of the request are missing.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ def _layers(values: Mapping[str, object], key: str, sites: Sites) -> list[int] |
         return None
     # vLLM turns the booleans in `vllm_xargs` into numbers.
     if isinstance(asked, int) and asked == 1:
-        # All layers of the model. The engine refuses the request if it does not tap a layer.
+        # All layers of the model. An engine that does not tap all layers refuses the request.
         return list(range(sites.num_layers))
     few(asked, sites.num_layers, "layers", key)
     if not isinstance(asked, list | tuple) or not asked:
@@ -215,7 +216,7 @@ def _adds(given: object, where: str) -> list[tuple[Action, dict[str, str]]]:
 def _check_size(vector: object, sites: Sites, room: Room, where: str) -> None:
     """Raise SpecError for JSON of a SteeringVector that does not fit this model.
 
-    The check reads only the sizes in the JSON. Therefore a wrong size costs little memory.
+    The check builds no array. Therefore a wrong size costs little memory.
     """
     if isinstance(vector, SteeringVector):
         room.take("edits", vector.num_edits, where)

@@ -21,7 +21,7 @@ class Model:
 
     @classmethod
     def model_validate(cls, obj: object) -> Self:
-        """Return `obj` if it is an instance. Otherwise make an instance from the fields in `obj`.
+        """Return `obj` if `obj` is an instance of this class. Otherwise make one from its fields.
 
         Raises:
             SpecError: `obj` is of another type, or has an unknown, a missing or a wrong field.

@@ -1,4 +1,4 @@
-"""SteeringVector, which has vectors of a request, and translates these to actions and to JSON."""
+"""SteeringVector, whose vectors a request adds to rows. Translates them to actions and to JSON."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ class SteeringVector(Model):
 
     Attributes:
         activations: a tensor of the shape [num_layers, hidden_size] or [num_layers, num_positions,
-            hidden_size]. With the first shape, all tokens get the same vectors. With the second
-            shape, each position has its own vectors. An array, lists or JSON are possible too.
+            hidden_size]. With the first shape, all steered tokens get the same vectors. With the
+            second shape, each position has its own vectors. An array, lists or JSON are possible
+            too.
         layer_indices: one layer for each index of the first dimension of `activations`.
         scale: the factor of the vectors.
-        norm_match: whether the vector is first scaled to the length of the token's row.
+        norm_match: whether each vector is first scaled to the length of the token's row.
         position_indices: absolute positions without repeats. If `activations` has two dimensions,
             only the tokens at these positions get the vectors, or every token with None. If
             `activations` has three dimensions, `position_indices` has one position for each index
             of the second dimension. None then means the positions 0 to num_positions - 1.
 
     Raises:
-        SpecError: `activations` does not fit the indices, or a position is negative or repeated.
+        SpecError: `activations` is not such a tensor or does not fit the indices, an index is not a
+            whole number, or a position is negative or repeated.
     """
 
     activations: Tensor
@@ -66,7 +68,7 @@ class SteeringVector(Model):
             if (first := min(positions, default=0)) < 0:
                 raise SpecError(
                     f"SteeringVector.position_indices has {first}; positions are absolute, from 0. "
-                    "The last token of a prompt of n tokens is n - 1."
+                    "The last token of a prompt of n tokens has the position n - 1."
                 )
             if len(set(positions)) < len(positions):
                 raise SpecError(

@@ -152,7 +152,7 @@ def _described(
     size = dtype.itemsize * math.prod(shape)
     if most_bytes is not None and size > most_bytes:
         raise SpecError(
-            f"{where} of shape {shape} takes {size:,} bytes, of {most_bytes:,} at most."
+            f"{where} of shape {shape} takes {size:,} bytes; at most {most_bytes:,} are allowed."
         )
     return dtype, shape, size
 

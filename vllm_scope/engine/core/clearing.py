@@ -42,13 +42,14 @@ _unfit: Beside[_Unfit] = Beside()
 
 
 def first_edited(request: object) -> int | None:
-    """The first position whose KV depends on the request's edits; None if there are no edits."""
+    """A lower bound of the positions whose KV depends on the request's edits; None if there are no
+    edits."""
     known = entered(request)
     return None if known is None else known.first_edited
 
 
 def _blocks_from(scheduler: Scheduler, request: Request, first: int) -> set[int]:
-    """The ids of a request's blocks from position `first` on."""
+    """The ids of the blocks that hold a request's KV from position `first` on."""
     manager = scheduler.kv_cache_manager
     found: set[int] = set()
     groups = manager.get_blocks(request.request_id).blocks
@@ -68,10 +69,11 @@ def _withdraw(scheduler: Scheduler, block_ids: set[int]) -> None:
 
 
 def withdraw(scheduler: Scheduler, request: Request) -> set[str]:
-    """Remove the edited KV of a faulty request from the prefix cache.
+    """Remove the blocks with edited KV of a faulty request from the prefix cache. These blocks are
+    then unfit.
 
     Returns:
-        The ids of other requests with the same edits that share some of this KV.
+        The ids of other edited requests that share some of this KV.
     """
     first = first_edited(request)
     if first is None:
@@ -88,8 +90,8 @@ def withdraw(scheduler: Scheduler, request: Request) -> set[str]:
 
 
 def _free_blocks(original: Callable[..., T], self: Scheduler, request: Request) -> T:
-    """Scheduler._free_request_blocks, which vLLM calls when a request ends or is preempted. Removes
-    from the prefix cache the blocks with edited KV that running steps write."""
+    """Scheduler._free_request_blocks, which vLLM calls when a request ends or is preempted. The
+    blocks with edited KV that running steps write leave the prefix cache, and are then unfit."""
     first = first_edited(request)
     if first is not None and request.num_in_flight_tokens:
         written = max(request.num_computed_tokens - request.num_in_flight_tokens, 0)
@@ -127,7 +129,7 @@ def due(scheduler: Scheduler) -> list[int]:
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Zero the null block now, so that the kernel for this is not compiled later, during a step.
+    """Zero the null block now, so that the kernel that zeroes blocks is not compiled during a step.
 
     Raises:
         CompatError: this package cannot zero single blocks of this KV cache.
@@ -136,7 +138,7 @@ def warm_up(runner: ModelRunner) -> None:
         zero(runner, [0])
     except Exception as error:
         raise CompatError(
-            "this engine cannot zero KV blocks, as is needed after an edit that overflows "
+            "this engine cannot zero KV blocks, which is needed after an edit that overflows "
             f"({type(error).__name__}: {error})"
         ) from error
 

@@ -1,9 +1,9 @@
 """EngineCore's data about requests that read, probe or edit.
 
-Owns:  Entered, and the tables that hold the Entered of each request.
+Owns:  Entered, and the tables with the Entered and the keys of KV blocks of each request.
 Runs:  in EngineCore. The input thread writes the tables. The input thread and the scheduler's
        thread read the tables.
-From:  entry.   To: scheduler, clearing, engine.worker.faults.
+From:  entry.   To: scheduler, scores, variants, outputs, clearing.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ class Entered(Struct, frozen=True):
     Attributes:
         asked: the request's actions, the server's edits and the reads of global sinks.
         recipient: None if the request has no spec of its own.
-        first_read: the first position whose row can be needed (by a read, a probe or Moments); None
-            without such a position.
-        first_edited: the first position whose KV depends on edits; None if there are no edits.
+        first_read: a lower bound of the positions whose rows are needed; None if no row is needed.
+        first_edited: a lower bound of the positions whose KV depends on edits; None if there are no
+            edits.
         keys: the keys of the request's KV blocks; None if the request has no edits.
-        held: the request's programs in the workers' tables; None if the request only reads.
+        held: the request's programs in the workers' tables; None if all actions of the request are
+            reads and Moments.
         columns, unchecked: the attributes of core.news.Entrant with the same names.
-        logged: the number of places that the request needs in the log of states.
+        logged: the range that the request needs in the log of states. Its `start` is not set yet.
         reserve: the places in the workers' tables that the request can need when its policy changes
             scales, and the number of rows of the request's lenses.
         sums: the object that reserves room for the request's sums; None if there are no Moments.

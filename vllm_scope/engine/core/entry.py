@@ -3,7 +3,8 @@
 Owns:  the code that resolves the names of steering modules and adds server-wide edits for a new
        request; the programs of the request; the keys of edited KV blocks; the remote calls about
        steering modules and server-wide edits.
-Runs:  in EngineCore, when a request enters (input thread), and when vLLM hashes its KV blocks.
+Runs:  in EngineCore, when a request enters (input thread), when vLLM hashes its KV blocks, and when
+       a remote call arrives.
 From:  request.ticket (the tickets that front-ends send).   To: entered, scheduler.
 
 From the first edited KV block on, the keys of a request's KV blocks depend on the edits, and on the
@@ -102,7 +103,7 @@ class CoreScope:
 
         Raises:
             ScopeError: the request is not valid with the current steering modules and server-wide
-                edits, which have changed after the front-end accepted the request. vLLM ends the
+                edits, or EngineCore does not have a vector that the ticket names. vLLM ends the
                 request with an error.
         """
         params = request.sampling_params
@@ -126,7 +127,7 @@ class CoreScope:
         firsts += [] if ticket is None else [ticket.first_position]
         unchecked = _unchecked(asked, asked is not own, ticket)
         if self.widths is None:
-            packed_of(asked)  # packed now, so that the scheduler's thread need not do it
+            packed_of(asked)  # packed now, to save time on the scheduler's thread
         elif asked is own and ticket is not None and not ticket.modules:
             know_digest(asked, ticket.spec.digest)
         nonce = secrets.token_bytes(16) if asked.scaled else b""
@@ -220,7 +221,7 @@ def _first(selectors: set[Selector], ids: Ids) -> int | None:
 
 
 def _unchecked(asked: Resolved, more: bool, ticket: Ticket | None) -> bool:
-    """True if the request can deliver more rows than its front-end has checked."""
+    """True if the request can deliver more bytes in one step than its front-end has checked."""
     changed = more or (ticket is not None and bool(ticket.modules))
     encoded = any(read.encoding is not None for read in asked.reads)
     return bool(asked.taking) and (changed or encoded)
@@ -340,7 +341,7 @@ def _tapped(ask: Ask) -> list[Described]:
 
 
 #: Maps the name of a remote call to the function that answers the call in EngineCore. Workers
-#: cannot answer these calls, because workers do not have the names of steering modules.
+#: cannot answer these calls, because only EngineCore has the registry.
 _ANSWERS: dict[str, Callable[..., object]] = {
     "scope_register": _register,
     "scope_unregister": lambda engine, ask, name: _scope_of(engine).registry.unregister(name),
@@ -361,7 +362,8 @@ def _collective_rpc(
     args: tuple[object, ...] = (),
     kwargs: dict[str, object] | None = None,
 ) -> list[Any]:
-    """EngineCore.collective_rpc. EngineCore itself answers the remote calls in _ANSWERS."""
+    """EngineCore.collective_rpc. EngineCore itself answers the remote calls in _ANSWERS, and frees
+    the room of sums that are dropped."""
     if method in _ANSWERS:
 
         def ask(name: str) -> list[Described]:

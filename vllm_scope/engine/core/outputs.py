@@ -5,7 +5,7 @@ Owns:  the wrapper of Scheduler.update_from_output.
 Runs:  in EngineCore, on the scheduler's thread.
 From:  engine.worker.faults, verdicts, variants (the functions that handle an output).
 
-Promise: if a step has only requests without taps, the wrapper only makes two to four checks.
+Promise: if EngineCore has only requests without taps, the wrapper makes at most four checks.
 """
 
 from __future__ import annotations

@@ -152,7 +152,8 @@ def _add_to_scheduler(original: Callable[..., object], self: Scheduler, request:
 
 
 def _let_in(self: Scheduler, admission: Admission[Request]) -> None:
-    """Move waiting requests to the scheduler in order, while the workers' tables have room."""
+    """Move waiting requests to the scheduler while the workers' tables have room. Each of the two
+    queues keeps its order."""
     for line in admission.lines:
         while line:
             held, num_logged, reserve = _held_by(line[0])
@@ -187,8 +188,8 @@ def _finish(
     request_ids: str | Iterable[str] | None,
     status: object,
 ) -> list[Request]:
-    """Scheduler.finish_requests. Requests that wait for room first move to the scheduler's queue,
-    because the scheduler can end only the requests that it has."""
+    """Scheduler.finish_requests. If a request that must end waits for room, the request first moves
+    to the scheduler's queue, because the scheduler can end only the requests that it has."""
     request_ids = with_variants(self, request_ids)
     admission = admission_of(self)
     if admission is None or not admission.waiting:
@@ -204,8 +205,8 @@ def _finish(
 
 
 def _as_known(scheduler: Scheduler, ended: list[Request], status: object) -> list[Request]:
-    """The ended requests. If the requests were aborted, `aborted` replaces variants by the requests
-    that stand for them."""
+    """The ended requests. If the requests were aborted, the result has, in place of variants, the
+    request of the front-end from which the variants were made."""
     from vllm.v1.request import RequestStatus
 
     return aborted(scheduler, ended) if status == RequestStatus.FINISHED_ABORTED else ended
@@ -328,7 +329,8 @@ def _capped(
     **kwargs: int | None,
 ) -> T:
     """KVCacheManager.get_computed_blocks, and the same method for KV connectors. The prefix cache
-    is used only for positions below the first position that the request reads.
+    is used only for positions below the first position whose row the request needs. A request that
+    only probes can also use the KV of its first blocks whose scores the workers store.
 
     Args:
         args, kwargs: from vLLM 0.33 on, vLLM's own cap `max_cache_hit_length`; empty in earlier

@@ -1,4 +1,4 @@
-"""Has an index of the scores that workers store, with which requests that only probe use cached KV.
+"""Has an index of the scores that workers store, so that requests that only probe use cached KV.
 
 Owns:  one ScoreIndex for each of vLLM's KV-cache managers, and the news about stored scores.
 Runs:  in EngineCore, on the scheduler's thread.
@@ -60,7 +60,8 @@ def kept_of(
 
 
 def fill_blocks(scheduler: Scheduler, output: SchedulerOutput, news: StepNews) -> None:
-    """Add to the news the KV blocks that are full after this step, and the scores to drop."""
+    """Add to the news the KV blocks that are full after this step, for the requests whose turn it
+    is (core.score_index), and the scores that workers must drop."""
     index = index_of(scheduler.kv_cache_manager)
     if index is None:
         return

@@ -1,16 +1,15 @@
 """Makes several variants from one request of the front-end. Each variant has its own edits.
 
-Owns:  the variants that EngineCore makes from one request, their answers, and their end.
+Owns:  the code that makes the variants of a request, ends the variants, and joins their answers.
 Runs:  in EngineCore. `expand` runs on the input thread when the request enters. The other functions
        run on the scheduler's thread.
 From:  request.ticket (Ticket.variants), entry.   To: engine.frontend.sweeping (reads the only
        output of the request).
 
 The request that stands for the variants is never scheduled. The variants are ordinary requests with
-the prompt and the parameters of this request. The variants share KV blocks, and yield to other
-requests. Each variant samples one token. After the last variant has ended, the front-end gets one
-output. The log-probabilities of all variants are in the output's field kv_transfer_params, which
-vLLM does not change.
+the prompt and the parameters of this request. The variants share KV blocks. Each variant samples
+one token. After the last variant has ended, the front-end gets one output. The log-probabilities of
+all variants are in the output's field kv_transfer_params, which vLLM does not change.
 
 With async scheduling, EngineCore prepares one step while the device computes another step. If one
 step computed all waiting variants, no variant would be ready for the next step, and the device
@@ -260,10 +259,10 @@ def _num_tokens(scheduler: Scheduler, request: Request) -> int:
 def most_tokens(scheduler: Scheduler) -> int | None:
     """The largest number of tokens that the next step can have; None if only vLLM's bound applies.
 
-    The result is None if there are no variants, if async scheduling is off, or if there are more
-    than a few other requests. Otherwise the bound has room for any one request, and for one token
-    and the draft tokens of each request that is no variant. Therefore the bound keeps no request
-    from being scheduled.
+    The result is None if there are no variants, if async scheduling is off, or if the number of
+    other requests is more than an eighth of the number of variants. Otherwise the bound has room
+    for any one request, and for one token and the draft tokens of each request that is no variant.
+    Therefore the bound keeps no request from being scheduled.
     """
     running = _running.of(scheduler)
     if running is None or not running.groups:
@@ -328,7 +327,8 @@ def stands_for_some(scheduler: Scheduler) -> bool:
 def take_variants(
     original: Callable[..., dict[int, Outputs]], self: Scheduler, *args: object, **kwargs: object
 ) -> dict[int, Outputs]:
-    """Join the answers of variants into one answer of the request that stands for them."""
+    """After the last variant of a request has ended, join the answers of the variants into one
+    answer of the request that stands for the variants."""
     outputs = original(self, *args, **kwargs)
     running = _running.of(self)
     if running is not None and running.groups:

@@ -4,7 +4,7 @@ connection.py   asks the workers once what they support, and uses the answers to
 checks.py       checks the tokens, sinks, lenses and room of a request
 requests.py     adds requests to vLLM with a ticket, and makes their buffers
 ahead.py        sends vectors to EngineCore once, before the requests that use them
-prepared.py     checks a request, on another thread if the request is large
+prepared.py     checks a request, with AsyncLLM on another thread if the request is large
 translators.py  translates other systems' keys to actions
 running.py      stores the requests that have entered, and their completions
 outputs.py      gives each output the rows that have arrived

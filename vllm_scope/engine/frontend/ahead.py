@@ -89,8 +89,8 @@ def doubt(processor: object) -> None:
 
 
 def _begin(engine: Engine, monitors: tuple[Monitor, ...]) -> tuple[_Ahead, bytes] | None:
-    """Begin a call. Returns the _Ahead that `_end` fills and the data to send, or None if there is
-    no new data. From then on, tickets leave out only vectors that the call sends."""
+    """Begin a call. Returns the _Ahead that `_end` fills and the data to send, or None if nothing
+    must be sent now. From then on, tickets leave out only vectors that the call sends."""
     processor = engine.output_processor
     known = _aheads.of(processor)
     if known is None:
@@ -140,7 +140,8 @@ async def _send(engine: AsyncLLM, ahead: _Ahead, data: bytes) -> None:
 
 @contextmanager
 def _logged(ahead: _Ahead) -> Iterator[None]:
-    """Log the error of a failed call. Requests still run: their tickets contain the vectors."""
+    """Log the error of a failed call. Requests still run, because their tickets contain the
+    vectors."""
     try:
         yield
     except Exception:

@@ -39,8 +39,8 @@ class Alike:
 
     @staticmethod
     def of_engine(engine: Engine) -> Alike | None:
-        """An Alike for the requests of an engine. None if the engine has no taps, or if a
-        translator adds actions (such as monitors) to every request."""
+        """An Alike for the requests of an engine. None if the engine is not connected or has no
+        taps, or if a translator adds actions (such as monitors) to every request."""
         connection = connections.of(engine.output_processor)
         if connection is None or connection.reason is not None:
             return None
@@ -88,9 +88,8 @@ class Alike:
             ids: token ids of the prompt, at least one token.
 
         Returns:
-            None if the check of one prompt is not valid for other prompts. A check is not valid if
-            the actions are not uniform (Resolved.uniform), or do not deliver rows from position 0
-            on.
+            None if the check of one prompt is not valid for other prompts, because the actions are
+            not uniform (Resolved.uniform), or do not need rows from position 0 on.
         """
         if not checked.asked.uniform or checked.first_position != 0:
             return None
@@ -100,7 +99,7 @@ class Alike:
 
 def asking(params: Any, text: str = "") -> Any:
     """A copy of SamplingParams that contains a spec. If the request is already prepared, the text
-    of the spec can be empty, because no code reads the text."""
+    of the spec can be empty, because the spec is not parsed again."""
     made = copy(params)
     made.extra_args = {"scope": text}
     return made

@@ -4,7 +4,7 @@ Owns:  `check_tokens`, `check_sinks`, `check_lenses`, `check_room`.
 Runs:  in the front-end, for each request with a spec.
 To:    connection.
 
-Promise: each error begins with the path of the field that the caller sent.
+Promise: an error about one action begins with the path of the field that the caller sent.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def check_sinks(asked: Resolved, sinks: Mapping[str, Collection[str]]) -> None:
             if some and "some features" not in takes:
                 raise SpecError(
                     f"{where}.to is {shown(action.to)}, which takes all features of an SAE; leave "
-                    "out indices and threshold, or let it go to memory."
+                    "out indices and threshold, or send the features to memory."
                 )
             if asked.edits and "edits" not in takes:
                 raise SpecError(
-                    f"{where}.to is {shown(action.to)}, which takes nothing of a request with "
-                    "edits, because rows behind an edit are not the model's own; leave out the "
-                    "edits, or let it go to memory."
+                    f"{where}.to is {shown(action.to)}, which takes no results of a request "
+                    "with edits, because rows after an edit are not the model's own; leave out the "
+                    "edits, or send the results to memory."
                 )
 
 
@@ -113,7 +113,7 @@ def check_lenses(asked: Resolved, ids: Ids, max_tokens: int, most: int) -> None:
     rows = num_lens_rows(asked, ids, max_tokens)
     if rows > most:
         raise SpecError(
-            f"the lenses of the request are of {rows:,} rows (tokens x layers, with max_tokens "
+            f"the request's lenses are applied to {rows:,} rows (tokens x layers, with max_tokens "
             f"{max_tokens:,}); this engine takes at most {most:,} "
             "(additional_config['scope'].lens_rows). Name fewer tokens or layers, or give a "
             "smaller max_tokens."

@@ -5,7 +5,9 @@ Runs:  in the front-end, when the first request with a spec arrives, and for eac
 To:    prepared, requests.
 
 Promise: a request that passes the check can run on this engine, perhaps after a wait for room. All
-other requests are refused before they enter. The error names the path of the caller's field.
+other requests are refused before they enter. Only EngineCore checks the server-wide edits, the room
+for sums, and whether the names of steering modules have changed. For these reasons, EngineCore can
+still refuse a request.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class Connection:
         encodes: True if the workers hold the encoders of `saes`.
         policies: the policies that the configuration names, by name.
         lens_rows: the value of ScopeConfig.lens_rows.
-        no_lens: maps a boundary to the reason why the model's lens cannot be applied to its rows.
+        no_lens: maps a boundary to the reason why the model's lens cannot be applied there.
         lenses: maps the name of each lens to the lens's places, in the form that LensTopK.of_engine
             takes.
         num_doubts: the number of times that the names of steering modules have possibly changed.
@@ -178,8 +180,8 @@ class Connection:
             ids: token ids of the prompt.
 
         Raises:
-            SpecError: the request names a token that it cannot have, or a sink that the operator
-                did not set up, or needs more room than this engine has in total.
+            SpecError: the engine can never run the request. For example, the request names a sink
+                that the operator did not set up, or needs more room than this engine has in total.
         """
         # The room that uniform actions (Resolved.uniform) need does not depend on the prompt. A
         # spec can have a thousand probes. To save time, a uniform spec without edits is checked
@@ -230,9 +232,9 @@ class Connection:
             type(cell.bank) is Strongest for one in asked.features for cell in one.cells
         ):
             raise SpecError(
-                "features of top_k, and all of a TopK SAE, need SAEs on the device, and this "
-                "engine was started with additional_config['scope'].saes_mib 0; give indices of "
-                "another SAE, or start it with more."
+                "features with top_k, and all features of a TopK SAE, need SAEs on the device, and "
+                "this engine was started with additional_config['scope'].saes_mib 0; give indices "
+                "of another SAE, or start the engine with a larger saes_mib."
             )
 
 
@@ -277,7 +279,9 @@ def _connect(engine: Engine, replies: list[Connected], generation: int) -> None:
     known = connections.of(engine.output_processor)
     if known is not None and known.reason is None and found.reason is not None:
         # The connection to the workers worked before. A later attempt can succeed.
-        logger.warning("vllm-scope: %s. It is tried again in %g s.", found.reason, RETRY_S)
+        logger.warning(
+            "vllm-scope: %s. The front-end connects again in %g s.", found.reason, RETRY_S
+        )
         known.retry_at = time.monotonic() + RETRY_S
         return
     found.generation = generation

@@ -4,8 +4,8 @@ Owns:  the code that waits for rows that arrive after the end of a request.
 Runs:  in the front-end process, on its main thread or event loop.
 From:  running, results.buffer.   To: the caller, http.
 
-Promise: a finished output waits only for its own rows, and delays no other output. The time that an
-output takes does not grow with the length of its prompt.
+Promise: a finished output waits only for its own rows, and delays no other output. The time to make
+an output does not grow with the length of the prompt.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def _new_completion(
 
 
 def _waiting_for(output: RequestOutput) -> list[Pending]:
-    """The buffers of a finished output whose last rows have not arrived yet."""
+    """The buffers of an output's ended completions whose last rows have not arrived yet. No output
+    waits for the rows of a completion that was aborted or that failed."""
     found = []
     for completion in output.outputs:
         running = running_of(completion)
@@ -116,7 +117,7 @@ async def _settled(engine: AsyncLLM, stream: Outputs) -> Outputs:
 async def _arrival(pending: Pending, timeout: float) -> None:
     """Wait for a request's last row, at most `timeout` seconds. If the row is still missing when
     the wait ends, and the wait took LONG_S or `timeout` seconds (the smaller number) or more, the
-    engines connect again."""
+    front-end connects to the workers again before its next request with a spec."""
     limit = time.monotonic() + min(timeout, LONG_S)
     try:
         await asyncio.wait([asyncio.wrap_future(pending.done)], timeout=timeout)

@@ -1,7 +1,7 @@
-"""Checks a request with a spec before it enters. A large request is checked on another thread.
+"""Checks a request with a spec before it enters. AsyncLLM checks a large one on another thread.
 
 Owns:  Prepared, `prepare`, and `aside`.
-Runs:  in the front-end, on the calling thread for a small request, or on another thread.
+Runs:  in the front-end, on the calling thread. For a large request of AsyncLLM, on another thread.
 From:  connection.   To: requests.
 
 Promise: an API server's other requests do not wait for the check of a large request.
@@ -25,9 +25,9 @@ from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.spec import Spec
 from vllm_scope.results.budget import bytes_of_prompt
 
-#: The largest size of a request that the calling thread prepares, which takes about 1 ms. The size
-#: is the number of characters of the spec plus the number of tokens of the prompt. Another thread
-#: prepares a larger request.
+#: The largest size of a small request. To prepare a request of this size takes about 1 ms. The size
+#: is the number of characters of the spec plus the number of tokens of the prompt. With AsyncLLM,
+#: another thread prepares a larger request.
 SMALL = 4096
 _NUMBERS = {int, float, bool, type(None)}
 Result = TypeVar("Result")

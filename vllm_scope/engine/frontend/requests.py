@@ -288,7 +288,7 @@ def _add_sync(original: Callable[..., T], self: LLMEngine, *args: object, **kwar
     try:
         return original(self, *args, **kwargs)
     except ScopeError:
-        # The EngineCore in this process refused the request.
+        # An EngineCore in this process can refuse a request that the output processor already has.
         self.abort_request([kwargs["request_id"] if "request_id" in kwargs else args[0]])
         raise
 

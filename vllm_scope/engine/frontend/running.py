@@ -25,9 +25,10 @@ class Running:
 
     Attributes:
         text: the JSON text of the request's spec.
-        vectors: True if the request edits or probes. EngineCore can still refuse such a request.
-        texts: the text that each generated token added to the answer; empty if there are no probes.
-            A stop token without text in the answer has no entry.
+        vectors: True if the request has edits, probes, features or a lens. EngineCore can refuse
+            such a request even if its front-end has accepted it.
+        texts: the text that each generated token added to the answer. A stop token without text in
+            the answer has no entry. The list is empty if there are no probes or no tokenizer.
     """
 
     def __init__(

@@ -84,8 +84,8 @@ def check_logprobs(model: Any, token_ids: list[tuple[int, ...]]) -> None:
             )
     if model.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
         raise SpecError(
-            f"this engine has logprobs_mode {shown(model.logprobs_mode)}; a sweep's metric is of "
-            "log-probabilities, so start it with 'raw_logprobs'."
+            f"this engine has logprobs_mode {shown(model.logprobs_mode)}; a sweep's metric is "
+            "computed from log-probabilities, so start the engine with 'raw_logprobs'."
         )
     if not all(token_ids) and -1 < model.max_logprobs < num_tokens:
         raise SpecError(
@@ -96,7 +96,7 @@ def check_logprobs(model: Any, token_ids: list[tuple[int, ...]]) -> None:
 
 def cells_at_once(most: int, num_logprobs: int) -> int:
     """The number of cells that the engine can have at the same time: at most `most`. The number is
-    smaller if the log-probabilities of a step would otherwise take more than about 1 GiB.
+    smaller if the log-probabilities of these cells would otherwise take more than about 1 GiB.
 
     Args:
         num_logprobs: the number of log-probabilities of one cell. vLLM makes a Python object of

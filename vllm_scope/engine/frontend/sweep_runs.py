@@ -2,7 +2,7 @@
 
 Owns:  `run` and `run_async`; `follow`, which a server calls to run a sweep.
 Runs:  in the front-end process, on the caller's thread or event loop.
-From:  sweeping (the requests).   To: requests (each cell is a request with an edit).
+From:  sweeping (the requests).   To: requests (adds the requests to the engine).
 
 Promise: a sweep that ends early, for any reason, leaves no request in the engine.
 """
@@ -42,7 +42,7 @@ def showing(plan: Plan, progress: Progress) -> Iterator[Callable[[], object]]:
 
     Raises:
         SpecError: `progress` is not True, False or "map".
-        ConfigError: anywidget is not installed.
+        ConfigError: `progress` is "map", and anywidget is not installed.
     """
     if progress not in (True, False, "map"):
         raise SpecError(f'progress is {shown(progress)}; it must be True, False or "map".')

@@ -4,8 +4,8 @@ Owns:  Sweeping.
 Runs:  in the front-end process, on the caller's thread or event loop.
 From:  sweeps.plan (the jobs), sweep_bounds.   To: sweep_runs (sends the requests).
 
-The cells of a prompt differ only in the place and the numbers of their edits. Therefore one check
-is enough for all cells of the prompt.
+If a sweep has no steering module and no receivers, the cells of a prompt differ only in the place
+and the numbers of their edits. Therefore one check is enough for all cells of the prompt.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Sweeping:
         return max(map(len, each)) if all(each) else self._num_tokens
 
     def due(self, num_running: int, tell: Callable[[Cell | None], object]) -> Iterator[Request]:
-        """The requests to send now, if the engine has `num_running` cells.
+        """The requests to send now, if the engine has `num_running` jobs of the sweep.
 
         Args:
             tell: called with each cell whose edit cannot be applied.
@@ -183,7 +183,8 @@ class Sweeping:
         return job
 
     def _num_together(self, job: Job, most: int) -> int:
-        """The largest number of jobs in one request that begins with this job: 1 to `most`."""
+        """The largest number of jobs in one request that begins with this job, at least 1. The
+        number is at most `most` and at most CELLS_TOGETHER."""
         if self._alike is None or job.place is None or self._connection.always_answers:
             return 1
         return max(1, min(CELLS_TOGETHER, most))

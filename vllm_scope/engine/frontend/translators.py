@@ -6,7 +6,7 @@ Runs:  in the front-end, before the check of a request and when outputs are retu
 From:  compat (registers translators).   To: requests, outputs.
 
 Promise: after translation, a request has an ordinary spec. A translator changes only the outputs of
-requests that have the translator's keys. If a translator fails, only these requests get an error.
+requests to which it applies (`applying`). If a translator fails, only these requests get an error.
 If the spec is not valid, the error names the fields that the caller wrote (`in_words`).
 """
 

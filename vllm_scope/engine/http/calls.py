@@ -113,7 +113,7 @@ class EngineCalls:
         return await begin(self._engine, asked, settings)
 
     async def _call(self, name: str, *args: object) -> Any:
-        """The first worker's answer. All workers give the same answer."""
+        """The answer to a call that EngineCore answers itself (engine.core.entry)."""
         return (await self._answers(name, *args))[0]
 
     async def _answers(self, name: str, *args: object) -> list[Any]:

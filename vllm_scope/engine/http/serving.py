@@ -1,4 +1,4 @@
-"""Adds a scope to each answer of `vllm serve`, and adds this package's routes.
+"""Adds scopes to the answers of `vllm serve`, and adds this package's routes.
 
 Owns:  the wrappers of the app of vLLM's HTTP server, and of the handlers that make completions.
 Runs:  in each API server process.
@@ -89,7 +89,8 @@ def _monitored(request: Any, raw_request: Request) -> bool:
 
 
 def _misplaced(body: Mapping[str, object]) -> str | None:
-    """The error text for a scope in the wrong field of a body; None if there is no such scope."""
+    """The error text if a body has a scope outside `vllm_xargs`, or a translator's keys in
+    `extra_args`; otherwise None."""
     extra = body.get("extra_args")
     if "scope" in body:
         what = "'scope', which must be"
@@ -148,7 +149,7 @@ def _check_place(request: Any, raw_request: Request) -> None:
 
 
 def _no_place(path: str) -> str:
-    return f"answers of {path} have no place for a scope; use {' or '.join(PATHS)}."
+    return f"answers of {path} have no field for a scope; use {' or '.join(PATHS)}."
 
 
 async def _stream(answer: Answer, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
@@ -286,8 +287,8 @@ def _admitted(
     if isinstance(answer, Answer):
         known = runs.of(self.request_states[request.request_id])
         forget = None if known is None else partial(inbox().forget, known.pending)
-        # EngineCore can still refuse a request that edits or probes, until the request's first
-        # token arrives.
+        # Until the first token arrives, EngineCore can still refuse a request that has edits,
+        # probes, features or a lens.
         answer.open_one(forget, sure=known is None or not known.vectors)
 
 
@@ -354,7 +355,7 @@ def _check_root_path(root: str | None) -> None:
     if root and (root.endswith("/") or root.startswith("/v1/") or root == "/v"):
         raise ConfigError(
             f"--root-path is {shown(root)}, with which vLLM asks for no API key at paths below "
-            "/v1. It is a path that does not end in '/' and is not below /v1, such as '/api'."
+            "/v1. It must be a path that does not end in '/' and is not below /v1, such as '/api'."
         )
 
 

@@ -1,7 +1,8 @@
 """Attaches a ScopeWorker to each of vLLM's workers.
 
 Owns:  the wrappers of the worker's and the model runner's methods; the names of remote calls.
-Runs:  in every worker process, when vLLM makes the worker object.
+Runs:  in every worker process. `_attach` runs when vLLM makes the worker object, and the wrappers
+       run at load and in each step.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from vllm_scope.engine.worker.worker import ScopeWorker
 from vllm_scope.errors import reason_of
 from vllm_scope.graph.tap import graphs
 
-#: The methods by which vLLM changes the weights. vLLM calls each method on all workers. When a call
-#: in _OLD_WEIGHTS starts, the model still has the weights with which all earlier rows were
-#: computed. When a call in _NEW_WEIGHTS ends, the model has new weights.
+#: The methods by which vLLM changes the weights. vLLM calls each method on all workers. When a
+#: method of _OLD_WEIGHTS starts, the model still has its old weights. When a method of _NEW_WEIGHTS
+#: ends without an error, the model has new weights.
 _OLD_WEIGHTS = ("reload_weights", "start_weight_update")
 _NEW_WEIGHTS = ("reload_weights", "finish_weight_update")
 
@@ -112,8 +113,8 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
             clearing.zero(runner, news.zeroed)
         if news is not None and news.accepted:
             scope.accept(news.accepted)
-        # Ended requests are removed first, because the scheduler has already given their places in
-        # the tables to new requests.
+        # Ended requests are removed before new requests are added, because the scheduler has
+        # already given the places of the ended requests in the tables to new requests.
         if scheduler_output.finished_req_ids:
             if news is not None and news.filled_at_end:
                 # The scores are stored before `finish_requests` drops the request that has the

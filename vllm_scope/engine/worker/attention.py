@@ -4,8 +4,7 @@ Owns:  `heads_of`, `attention_of`, `kernel_of`.
 Runs:  `heads_of` in every process that has the configuration; the other functions in every worker
        after load.
 
-Promise: the engine does not start if q, k, v or z of a tapped layer is not what the site's name
-says.
+Promise: the engine does not start if a tapped q, k, v or z is not what the site's name says.
 """
 
 from __future__ import annotations
@@ -120,11 +119,12 @@ def kernel_of(module: Any, gather: Callable[[Tensor], Tensor] | None = None) -> 
     Returns:
         layer_name: vLLM's name of the attention layer.
         scale: the factor by which q.k is multiplied.
-        sliding_window: the number of positions that a query sees, with its own; None for all.
+        sliding_window: the number of positions that a query sees, including the query's own
+            position; None if there is no such limit.
         logits_soft_cap: the cap of the logits; None if there is no cap.
         alibi_slopes, sinks: one number for each head, or None.
-        exact: False if there are more rules, as in chunked attention (Llama 4, Rnj-1), or if image
-            tokens see later tokens.
+        exact: False if the kernel has rules that these parameters do not describe, as in chunked
+            attention (Llama 4, Rnj-1), or if image tokens see later tokens.
     """
     impl = module.impl
     # Subclasses of Attention have additional mask rules. vllm 0.32,

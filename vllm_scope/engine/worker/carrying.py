@@ -23,7 +23,8 @@ def carrying(output: Any, name: str, find: Callable[[], dict[str, Any]]) -> Any:
 
     Args:
         output: the result of `execute_model` or `sample_tokens`.
-        find: called by `get_output` if the output is asynchronous, otherwise immediately.
+        find: called by `get_output` if the output is asynchronous, otherwise immediately. Not
+            called for a result before sampling.
     """
     if hasattr(output, "get_output"):
         make = output.get_output

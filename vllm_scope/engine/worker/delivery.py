@@ -71,7 +71,7 @@ class WorkerDelivery:
     info: RequestInfo
     here: frozenset[int]
     policies: Policies
-    #: The keys, all below NOBODY, for requests that have no key from a front-end.
+    #: The keys, all below NOBODY, for requests whose rows or scores no front-end awaits.
     _own_keys: Iterator[int] = field(default_factory=lambda: itertools.count(NOBODY - 1, -1))
 
     @staticmethod
@@ -182,7 +182,8 @@ class WorkerDelivery:
         return key
 
     def keep_scores(self, key: int, entrant: Entrant, layout: Layout) -> None:
-        """Store a request's scores for its KV blocks, and deliver the scores of its cached tokens.
+        """From now on, store a request's scores for its KV blocks. Deliver the stored scores of the
+        request's cached tokens.
 
         Args:
             layout: the layout that all tokens of the request have at this pipeline stage.
@@ -191,8 +192,8 @@ class WorkerDelivery:
         if not entrant.cached:
             return
         block_slots = layout.slots(self.widths) * entrant.block_size
-        # One batch takes at most a quarter of the ring, because the rows of the step also need
-        # room.
+        # One batch has one block, or takes at most a quarter of the ring, because the rows of the
+        # step also need room.
         at_once = max(1, len(self.ring.slots) // 4 // block_slots)
         for first in range(0, len(entrant.cached), at_once):
             some = entrant.cached[first : first + at_once]

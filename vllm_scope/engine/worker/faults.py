@@ -1,15 +1,16 @@
-"""Ends requests whose edits make rows that are not finite. Other requests continue.
+"""Ends requests whose edits make rows that are not finite, and requests that share KV with them.
 
 Owns:  the code that carries a fault from a tap to the caller.
-Runs:  Faults in every worker that makes outputs of steps; `end_faulty` in EngineCore, which reads
-       these outputs.
+Runs:  the class `Faults` in every worker of the last pipeline stage; `end_faulty` in EngineCore,
+       which reads the outputs of this stage.
 From:  tap.tables (the faults by owner number), plan (the owner numbers).   To: clearing (the
        request's KV).
 
-If an edit's result is not finite in the model's dtype, the tap leaves the row unchanged and reports
-a fault. The last tap also checks the row of every token of an edited request. The worker sends the
-faults with the step's output. EngineCore ends the faulty requests before it takes the tokens of the
-step.
+If an edit's result is not finite in the model's dtype, a tap of the last pipeline stage leaves the
+row unchanged and reports a fault. A tap of an earlier stage writes such a row. The last tap checks
+the row of every token of an edited request, and also finds these rows. The worker sends the faults
+with the step's output. EngineCore ends the faulty requests before it takes the tokens of the step.
+All other requests continue.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ class Faults:
 
     def __init__(self, tables: Tables, planner: Planner, sites: Sites) -> None:
         self._reported, self._planner, self._sites = tables.faults, planner, sites
-        #: Maps each request whose edits cannot be applied to the reason, until the reason is sent
-        #: with an output.
+        #: Maps each request that `fail` must end to the reason, until the reason is sent with an
+        #: output.
         self._failed: dict[str, str] = {}
 
     def fail(self, req_id: str, reason: str) -> None:
-        """End a request whose edits cannot be applied. If this request ran on, other requests with
-        these edits could use its unedited KV as edited KV."""
+        """With the next output, end a request whose edits, probes or policy cannot be applied. If
+        the edits were left out, other requests could use the unedited KV as edited KV."""
         self._failed[req_id] = reason
 
     def __bool__(self) -> bool:

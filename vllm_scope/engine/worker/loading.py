@@ -60,7 +60,8 @@ class Loaded:
 
     Attributes:
         here: boundaries with a tap on this worker.
-        sizes: the sizes of the tables and rings, from which `limits` is computed.
+        sizes: the numbers from which the sizes of the arena and the ring, and `limits`, are
+            computed.
     """
 
     here: tuple[int, ...]
@@ -106,7 +107,7 @@ def load_taps(
     max_rows = max(sizes.max_rows, sizes.graph_rows)
     num_slots = sizes.arena_slots(config)
     if not drains:
-        num_slots = sizes.slots_of_all  # only the check of the taps uses these slots
+        num_slots = sizes.slots_of_all  # only the checks at start use these slots
     _check_room(config, sizes, num_slots, drains, device)
     tables = Tables(
         sites.boundaries, max_rows, sites.hidden_size, sizes.widths, device, config.vectors_mib,
@@ -209,7 +210,8 @@ def check_taps(
     ring: HostRing | None,
     forward: Forward,
 ) -> None:
-    """Check that every tap writes a row to the arena and, on a GPU, also to host memory.
+    """Check that every tap writes a row to the arena. On a GPU, a rank that delivers rows also
+    checks that every tap writes a row to host memory.
 
     Args:
         here: boundaries with a tap on this worker.
@@ -232,8 +234,8 @@ def check_taps(
         found |= silent(lease.slots.view(arena.slots.dtype), lease.start, True)
         lease.release()
     elif arena.slots.is_cuda:
-        # Tensor-parallel ranks compute each layer together. Therefore this rank must run as many
-        # forwards as the first rank, which also checks host memory.
+        # Tensor-parallel ranks compute each layer together. The first rank runs a second forward to
+        # check host memory. Therefore this rank must also run a second forward.
         forward(lambda: None)
     if found:
         raise CompatError(

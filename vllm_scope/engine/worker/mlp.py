@@ -5,7 +5,7 @@ Runs:  `mlp_size_of` in every process that has the configuration; `projections_o
        after load.
 
 Promise: the engine does not start if a tapped layer does not have exactly one down projection, or
-if its width is not the configured width.
+if the width of the projection's input is not the configured width.
 """
 
 from __future__ import annotations

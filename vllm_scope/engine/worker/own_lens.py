@@ -58,8 +58,8 @@ class OwnLens:
         self._delivers, self._is_last = delivers, is_last
         self.reason: str | None = "the model is not loaded"
         self.maps: Mapping[LensKey, DeviceMap] = {}
-        #: This rank's part of the unembedding, and the parts of all ranks. If there is only one
-        #: rank, both attributes are None.
+        #: `_head`: this rank's part of the unembedding. `_parts`: the parts of all ranks (empty
+        #: except on the first rank). Both are None with only one rank, or if `_refused` is set.
         self._head: nn.Module | None = None
         self._parts: Sequence[nn.Module] | None = None
         self._refused: str | None = None
@@ -141,7 +141,8 @@ class OwnLens:
         return {name: [b for of, b in self.maps if of == name] for name in names}
 
     def _check(self) -> None:
-        """Raises CompatError if the engine cannot have a lens. All ranks raise the same error."""
+        """Raises CompatError if the engine cannot have a lens. All ranks of the
+        tensor-parallel group raise the same error."""
         if not self._config.lens_rows:
             raise CompatError("it was started with additional_config['scope'].lens_rows 0")
         check_lens(

@@ -1,6 +1,6 @@
 """Proves a model's anatomy from the numbers that a forward computes, before the model gets taps.
 
-Owns:  `proved_anatomy`, Proved, `agreed`.
+Owns:  `proved_anatomy`, the class `Proved`, `agreed`.
 Runs:  in every worker, at the model's load, before vLLM compiles the model. Hooks do not run in
        compiled code, and vLLM's own profile run is compiled. Therefore this module runs an
        additional dummy forward of two rows, without compilation.
@@ -38,8 +38,8 @@ from vllm_scope.request.sites import ATTENTION_SITES, Place, Sites, place_at
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: The number of tokens of the dummy forward. If a part of the model is compiled despite
-#: `_uncompiled`, PyTorch would compile a graph from one token that is valid only for one token.
+#: The number of tokens of the dummy forward. A part of the model can be compiled despite
+#: `_uncompiled`. After a forward of one token, such a graph would be valid for one token only.
 _NUM_TOKENS = 2
 
 
@@ -117,8 +117,8 @@ def agreed(reason: str | None, groups: Sequence[Any]) -> str | None:
 def _findings(
     runner: ModelRunner, version: str, config: VllmConfig, anatomy: Anatomy, sites: Sites
 ) -> Findings | None:
-    """The findings of a forward. None if the forward fails, so that the anatomy is proved only by
-    the source."""
+    """The findings of a forward; None if the forward or their computation fails. In this case, only
+    the source proves the anatomy."""
     try:
         watch = _watched(Watch(anatomy), runner, version, config)
         middles, dtype = _middles(anatomy, sites), config.model_config.dtype

@@ -1,6 +1,6 @@
 """The types of a worker's answers to the remote calls `scope_describe` and `scope_connect`.
 
-Owns:  Described, Connected, and Module (the type of the steering modules that EngineCore adds).
+Owns:  the classes `Described`, `Connected` and `Module` (EngineCore adds Modules to answers).
 From:  worker (makes the answers).   To: core.entry, frontend.connection.
 """
 
@@ -56,7 +56,8 @@ class Connected(Described):
     """The answer to `scope_connect`.
 
     Attributes:
-        road: the transport of the worker's rows; None if the worker sends no rows.
+        reason: the same as in Described, or why the worker cannot connect to the front-end.
+        road: the transport of the worker's rows; None without rows or without a connection.
         needs_tcp: True if the front-end must call again with a TCP address.
     """
 

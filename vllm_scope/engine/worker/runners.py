@@ -34,8 +34,8 @@ def version_of(runner: object) -> str:
     """ "V1" or "V2".
 
     Raises:
-        CompatError: the runner has neither the method of V1 nor the method of V2 that must be
-            wrapped.
+        CompatError: the runner has no `_dummy_run`, or has neither the method of V1 nor the method
+            of V2 that must be wrapped.
     """
     if not hasattr(runner, "_dummy_run"):
         raise CompatError(f"{type(runner).__name__} has no `_dummy_run`")
@@ -57,8 +57,8 @@ def attach(
 ) -> None:
     """Call `begin_step` before each forward of `runner` for which `has_requests()` is True.
 
-    `before_dummy` is called before each dummy forward, because a dummy forward must not use the
-    plan of the last step.
+    `before_dummy` is called before each dummy forward that vLLM runs, because a dummy forward must
+    not use the plan of the last step.
     """
     dummy_run = runner._dummy_run
 
@@ -78,7 +78,8 @@ def attach(
 def dummy_forward(
     runner: ModelRunner, version: str, plan: Callable[[], None], num_tokens: int = 1
 ) -> object:
-    """Call `plan`, then run one forward of dummy tokens, without attention, KV cache or graph.
+    """Call `plan`, then run one forward of dummy tokens, without attention, KV cache or CUDA
+    graph.
 
     Returns:
         On the last pipeline stage, the model's output, [num_tokens, hidden_size].

@@ -6,8 +6,9 @@ Runs:  in the sampler of every worker process with V1.
 A request can name the tokens whose log-probabilities it wants (`logprob_token_ids`), as cells of
 sweeps do. If one request of a step names tokens, V1's sampler returns only named tokens for all
 requests. Requests for the likeliest tokens then get padding, or the worker fails if it uses draft
-tokens. With this wrapper, each request gets the log-probabilities that it wants, as with V2. If a
-step has draft tokens, requests that name tokens still get no log-probabilities of the named tokens.
+tokens. With this wrapper, each request of a step without draft tokens gets the log-probabilities
+that it wants, as with V2. If a step has draft tokens, requests that name tokens still get no
+log-probabilities of the named tokens.
 vllm 0.30 to 0.33, v1/sample/sampler.py, Sampler.forward
 """
 

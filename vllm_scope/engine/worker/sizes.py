@@ -18,12 +18,14 @@ from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, boundaries_of
 from vllm_scope.program.operations import Cost
 from vllm_scope.request.sites import kind_of
 
-#: The size in bytes of the largest arena on a CPU, unless one tap of the largest step needs more.
+#: Without `arena_mib`, the size in bytes of the largest arena on a CPU, unless one tap of the
+#: largest step needs more.
 HOST_ARENA_BYTES = 64 << 20
-#: An arena on a GPU has room for this number of steps of the largest captured graph.
+#: Without `arena_mib`, an arena on a GPU has room for at least this number of steps of the largest
+#: captured graph.
 STEPS_IN_ARENA = 3
-#: The number of rows for which one tap has room for each token: one row at each of three points,
-#: and one row for scores.
+#: Without `arena_mib`, the arena has room for at least this number of rows for each token of the
+#: largest step at one tap: one row at each of three points, and one row for scores.
 ROWS_PER_TAP = 4
 #: The size in bytes of the largest ring in host memory, unless the arena is larger.
 MAX_HOST_BYTES = 1 << 30
@@ -155,8 +157,8 @@ class Sizes:
     def arena_slots(self, config: ScopeConfig) -> int:
         """The number of slots of the arena. Raises ConfigError if `arena_mib` is too small."""
         # The arena must have room for one tap of the largest step, because each tap is drained
-        # alone if a step does not fit. The arena must have room for a whole captured graph, because
-        # no tap is drained alone in a graph.
+        # alone if a step does not fit. The arena must have room for all taps of the largest
+        # captured graph, because no tap is drained alone in a graph.
         whole, widest = self.slots_of_all, max(self._row_slots)
         in_graphs = self.graph_rows * whole if self.cuda else 0
         least = max(self.max_rows * widest, in_graphs)

@@ -1,6 +1,6 @@
 """Plans each forward of a worker before it runs, and delivers the rows of the forward afterwards.
 
-Owns:  Steps (what a worker knows about the current step).
+Owns:  the class `Steps`, which has the plan and the room of the current step.
 Runs:  in every worker process, on its main thread.
 From:  runners (StepBatch), worker.plan.   To: tap.tables, arena, transport.ring, drain.
 
@@ -78,7 +78,8 @@ class Steps:
 
         Args:
             batch: the requests and tokens of the forward.
-            positions: the correct positions, as a tensor [num_rows or more] on the device.
+            positions: the correct position of each row, as a tensor [num_rows or more] on the
+                device.
         """
         try:
             self._begin(batch, positions)
@@ -184,7 +185,8 @@ class Steps:
         self._tables.clear_step()
 
     def fail(self) -> None:
-        """Deliver no rows of this forward. Called if the forward raised or cannot be planned."""
+        """Deliver no more rows of this forward. Called if the forward raised an error or cannot be
+        planned."""
         self._step = self._positions = None
         if self._lease is not None:
             self._lease.release()

@@ -42,7 +42,8 @@ class SumsCalls:
         return self._scope.of_sums(lambda sums: sums.held(), none)
 
     def read(self, name: str, site: str, layer: int, label: str) -> dict[str, object] | None:
-        """The current sums, as batch.sums.Packed; None if this worker does not have these sums."""
+        """The current sums, as the fields of batch.sums.Packed; None if this worker does not have
+        these sums."""
         found = self._scope.of_sums(lambda sums: sums.read(name, Place(site, layer), label), None)
         return None if found is None else msgspec.structs.asdict(found)
 

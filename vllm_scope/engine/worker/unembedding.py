@@ -131,8 +131,8 @@ def check_lens(
     last = sites.num_layers - 1
     if Place("resid_post", last).boundary not in here:
         raise CompatError(
-            f"resid_post of the last layer, {last}, has no tap, where the lens is compared with "
-            "the model; add it to additional_config={'scope': {'sites': ..., 'layers': ...}}"
+            f"resid_post of the last layer, {last}, has no tap, and a lens is compared with the "
+            "model there; add it to additional_config={'scope': {'sites': ..., 'layers': ...}}"
         )
 
 
@@ -210,7 +210,7 @@ def logits_call(model: nn.Module, hidden: Tensor) -> LogitsCall:
 
     Raises:
         CompatError: the model does not make exactly one call of LogitsProcessor, or changes the
-            row or the logits outside this call.
+            row or the logits outside this call, or LoRA adapters can change the unembedding.
     """
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 

@@ -135,8 +135,8 @@ class ScopeWorker:
         ):
             moved = ", ".join(map(str, self.sites.moved))
             raise ConfigError(
-                f"a global sink reads resid_pre before layer {moved}, where this model changes the "
-                "stream between two layers; name the other layers."
+                f"a global sink reads resid_pre of layer {moved}, and this model changes the "
+                "stream before that layer; name the other layers."
             )
         check_monitors(configured(self._vllm_config), self.sites, self.num_stages)
         drafts = self._vllm_config.speculative_config is not None
@@ -461,7 +461,7 @@ class ScopeWorker:
     def _check_size(
         self, asked: Resolved, program: RequestProgram, columns: tuple[bytes, ...]
     ) -> None:
-        """Run `Limits.check` once for all requests that have the same spec and the same columns."""
+        """Run `Limits.check`, unless the last checked request of this spec had the same columns."""
         known = asked.__dict__.get("_fits")
         if known is None or known[0] is not self.limits or known[1] != columns:
             self.limits.check(program.held(columns).layouts)

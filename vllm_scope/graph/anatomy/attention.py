@@ -32,7 +32,7 @@ def install_attention_taps(
         sites: gives the width of each site's rows.
 
     Returns:
-        The boundaries that have a tap on this worker.
+        The boundaries of the attention's sites that have a tap on this worker.
     """
     tapped: list[int] = []
     for number, module in sorted(anatomy.attention.items()):

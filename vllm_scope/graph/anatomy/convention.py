@@ -6,9 +6,9 @@ Runs:  one time, after the model is loaded.
 From:  source.   To: layers.
 
 Promise: if the convention is not certain, the model gets no taps. Two independent signs must agree:
-the values that the layer returns, and how the model uses the values of the last layer (the
+the values that the layer returns, and how the model uses the layers' values (in its loop, or as
 arguments of the final norm). If the signs disagree or are not understood, supposed.py must find the
-convention from the numbers of a forward. If there is no such convention, the model gets no taps.
+convention from the numbers of a forward. If supposed.py finds none, the model gets no taps.
 
 Most decoder layers of vLLM 0.32 return (hidden, residual), and the stream is their sum. Some layers
 return one tensor. Other layers return a residual that is already a part of `hidden`, so hidden +
@@ -42,7 +42,8 @@ def convention_of(layer: nn.Module, model: nn.Module) -> Convention:
     """The convention of a decoder layer inside its model.
 
     Raises:
-        CompatError: there is no source code, or its two signs are unknown or disagree.
+        CompatError: there is no source code, more than one loop calls layers, or the two signs of
+            the convention are not understood or disagree.
     """
     name, outer = type(layer).__name__, type(model).__name__
     forward = forward_of(layer)
@@ -50,7 +51,7 @@ def convention_of(layer: nn.Module, model: nn.Module) -> Convention:
     _check_single_pass(loop, outer)
     shapes = {_shape(node.value) for node in _returns(forward)}
     if len(shapes) != 1:
-        raise CompatError(f"{name}.forward returns in {len(shapes)} ways")
+        raise CompatError(f"{name}.forward has {len(shapes)} forms of return statement")
     (shape,) = shapes
     if shape == 1:
         if _returns_named_pair(forward):
@@ -77,7 +78,7 @@ def convention_of(layer: nn.Module, model: nn.Module) -> Convention:
 
 def final_norm_of(model: nn.Module) -> str | None:
     """The name of the model's attribute that is the only norm after the layers. None if the model
-    calls several norms or no norm."""
+    calls several norms, or no norm, after the layers."""
     forward = _model_forward(model)
     end = max(node.end_lineno or 0 for node in ast.walk(forward) if isinstance(node, ast.For))
     found = {
@@ -91,7 +92,7 @@ def final_norm_of(model: nn.Module) -> str | None:
 
 
 def treats_half_apart(layer: nn.Module) -> bool:
-    """True if a layer's forward tests for float16. Such a layer scales the stream in float16."""
+    """True if a layer's forward names `float16`. Such a layer scales the stream in float16."""
     return any(
         isinstance(node, ast.Attribute) and node.attr == "float16"
         for node in ast.walk(forward_of(layer))
@@ -132,7 +133,8 @@ def _returned_object(layer: ast.FunctionDef) -> str | None:
 
 
 def _check_single_pass(forward: ast.FunctionDef, name: str) -> None:
-    """Raises CompatError if a layer can run two times in a forward (with two rows per position)."""
+    """Raises CompatError if more than one loop calls layers. A layer could then run two times in a
+    forward, with two rows per position."""
     loops = [
         node
         for node in ast.walk(forward)
@@ -154,7 +156,8 @@ def _overwrites_residual(layer: ast.FunctionDef, name: str) -> bool:
     """True if the forward has an unconditional `residual = hidden_states`.
 
     Raises:
-        CompatError: the forward has `residual = hidden_states` under a condition.
+        CompatError: the forward has `residual = hidden_states` under another condition than a
+            missing residual.
     """
     if any(_is_overwrite(node) for node in layer.body):
         return True
@@ -258,7 +261,7 @@ def _leaves_residual(norm: nn.Module | None) -> bool:
 
 
 def _loop_reads_one_tensor(forward: ast.FunctionDef) -> bool:
-    """True if the loop over the layers assigns each output to a single name: `hidden =
+    """True if the loop over the layers assigns a layer's output to a single name: `hidden =
     layer(...)`."""
     for node in ast.walk(forward):
         if isinstance(node, ast.For):

@@ -37,7 +37,8 @@ class Anatomy:
             there is one rank.
         norm: the name of the norm after the last layer, in the module that runs the layers. None if
             the source does not show the norm.
-        norm_here: the norm after the last layer. None on a pipeline stage without this norm.
+        norm_here: the norm after the last layer. None if `norm` is None, or if another pipeline
+            stage has the norm.
         unread: the reason why the source is not understood. None if the source is understood. If
             there is a reason, `convention` is a supposition that numbers must prove.
     """
@@ -108,8 +109,9 @@ def supposed_anatomies(
         unread: the reason why the source is not understood.
 
     Raises:
-        CompatError: `find_anatomy` would raise CompatError, the module that contains the layers
-            does not have exactly one norm, or this worker does not have that norm.
+        CompatError: no list or more than one list fits (see `find_anatomy`), the module that
+            contains the layers does not have exactly one norm, or this worker does not have that
+            norm.
     """
     path, parent, layers = _decoder_of(model, num_layers, is_missing, has_cache)
     norms = [name for name, _ in parent.named_children() if is_norm(name)]

@@ -29,7 +29,7 @@ _MLP_WORDS = ("mlp", "feed_forward", "ffn", "moe")
 @dataclass(frozen=True)
 class _Call:
     """The statement `target = self.name(args)` or `target = source`. For `target = source`, `name`
-    is empty, and `args` has only `source`."""
+    is empty, and `args` has only `source`. `targets` is the number of targets."""
 
     name: str
     args: tuple[str, ...]
@@ -40,8 +40,9 @@ def norm_before_mlp(layer: nn.Module, convention: Convention) -> str:
     """The name of the layer's attribute that is the norm before the MLP.
 
     Raises:
-        CompatError: the layer's source has no norm before the MLP, several such norms, or a path
-            that does not call the norm or the attention.
+        CompatError: the layer's source cannot be read, does not call an attention, does not have
+            exactly one norm between attention and MLP, or has a path that does not call the norm or
+            the attention.
     """
     name = type(layer).__name__
     forward = forward_of(layer)

@@ -76,7 +76,8 @@ def input_of(module_class: type) -> str | None:
 def _tapped_input(base: type, site: str, size: int, split: Split | None) -> type[nn.Module]:
     name = input_of(base)
     at = 0 if name is None else parameters(base).index(name)
-    # If attention and MLP are parallel or have no norm, other modules can have the same input.
+    # If attention and MLP are parallel or have no norm, other modules can have the same input. An
+    # edit must not change the input of the other modules, so that the tap gets a copy.
     copies = site in BLOCK_SITES
 
     class Tapped(base):

@@ -5,7 +5,7 @@ Runs:  one time, after the model is loaded and before the model gets taps.
 From:  watched.   To: supposed, engine.worker.proving.
 
 The anatomy comes from the source code of the model. The rows that were recorded in the forward show
-independently where the residual stream is. `find_faults` tests these statements:
+where the residual stream is, independently of the source. `find_faults` tests these statements:
 1. The stream that a layer returns is the stream that the next layer gets. If these streams differ,
    the model changes the stream between the two layers.
 2. If a layer's first module is a norm, the input of the norm is the stream that the layer gets.
@@ -14,9 +14,10 @@ independently where the residual stream is. `find_faults` tests these statements
 5. The stream that the last layer returns is the input of the norm after the layers.
 6. A router runs exactly one time in a forward, and returns rows of the model's dtype.
 7. Rows of q, k, v and z have the width that the model's configuration gives.
-Statements 3 and 4 are tested only for layers that return (hidden, residual). If a norm returns
-hidden + residual, this sum is the input of the norm. Otherwise the input of the norm is `hidden`.
-Rows with a number that is not finite are not compared.
+Statements 3 and 4 are tested only if the convention is SUM. The input of a norm is `hidden` if the
+norm gets no residual, or returns the residual unchanged. The input is hidden + residual if the norm
+returns this sum. The input of any other norm is not known, and is not compared. If rows have a
+number that is not finite, these rows are not compared.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def find_faults(
         sizes: for each site inside the attention that has a tap, the number of elements of a row.
 
     Raises:
-        CompatError: a layer did not run exactly one time, or the rows contradict the convention.
+        CompatError: a layer ran, and some layer did not run exactly one time. Or the rows
+            contradict the convention.
     """
     faults = _Faults(anatomy, middles, watch.layers, watch.norms)
     calls = {number: call.calls for number, call in watch.layers.items()}
@@ -89,7 +91,7 @@ def find_faults(
         for number, given in watch.attended.items():
             faults.check_attention(number, given, sizes)
     else:
-        faults.untold["what layers get, as none ran"] = list(calls)
+        faults.untold["any row, because the forward did not run layers"] = list(calls)
     untold = {what: tuple(layers) for what, layers in faults.untold.items()}
     moved = tuple(faults.moved)
     return Findings(faults.wrong_sites, moved, faults.num_equal, untold, faults.streams)
@@ -138,10 +140,10 @@ class _Faults:
             if call.given is not None:
                 hidden, residual = call.given
                 entry = _stream(hidden, residual if self._sums else None)
-            if left is not None and self._gap(left, entry, "what layers get", number):
+            if left is not None and self._gap(left, entry, "the input of layers", number):
                 self.moved.append(number)
             first = self._input_of(call.first)
-            gap = self._gap(entry, first, "what the first module of layers gets", number)
+            gap = self._gap(entry, first, "the input of the first module of layers", number)
             self._require(gap, f"the input of layer {number} is not the input of its first norm")
             left = self.streams[number] = self._exit(number)
             if number in self.middles and self._sums:
@@ -149,10 +151,10 @@ class _Faults:
         last = max(self.layers)
         if last == self.anatomy.num_layers - 1:
             norm = self._input_of(self.anatomy.norm_here)
-            gap = self._gap(left, norm, "what the norm behind layers gets", last)
+            gap = self._gap(left, norm, "the input of the norm after layers", last)
             self._require(gap, f"the output of layer {last} is not the input of the norm after it")
         else:
-            self.untold["what another pipeline stage makes of layers"].append(last)
+            self.untold["the input of the next pipeline stage, after layers"].append(last)
 
     def check_router(self, number: int, rows: list[object], dtype: torch.dtype) -> None:
         found = [str(x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in rows]
@@ -160,7 +162,7 @@ class _Faults:
             return
         words = f"ran {len(found)} times in a forward"
         if len(found) == 1:
-            words = f"returned rows of {found[0]}, and rows here are of {dtype}"
+            words = f"returned rows of {found[0]}, and the model's rows are of {dtype}"
         self.wrong_sites.setdefault(ROUTER_SITE, f"the router of layer {number} {words}")
 
     def check_attention(
@@ -216,7 +218,8 @@ class _Faults:
         return _stream(hidden, residual)
 
     def _input_of(self, norm: nn.Module | None) -> Tensor | None:
-        """The rows that a norm normalizes. None if these rows were not recorded."""
+        """The rows that a norm normalizes. None if the norm did not run exactly one time, or if its
+        results do not show which rows it normalizes."""
         calls = [] if norm is None else self.norms.get(norm, [])
         if len(calls) != 1:
             return None

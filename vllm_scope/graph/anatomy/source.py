@@ -2,11 +2,11 @@
 
 Owns:  `forward_of`, `function_of`, `is_norm`.
 Runs:  one time, after the model is loaded.
-To:    convention, middle.
+To:    convention, middle, layers, watched.
 
-A forward can test the module's own flags (`if self.do_layer_norm_before:`). If the result of a test
-can never change, only the branch that runs is kept. If the result of a test can change, both
-branches are kept.
+A forward can test the module's own flags (`if self.do_layer_norm_before:`). If the module's
+attributes give the result of a test, only the branch that runs is kept. (Modules of vLLM do not
+change these attributes after the model is loaded.) Otherwise both branches are kept.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def is_norm(name: str) -> bool:
 
 
 class _Settled(ast.NodeTransformer):
-    """Replaces each `if` statement by the branch that runs, if the result of its test is known."""
+    """Replaces each `if`, also in expressions, by its branch that runs, if this branch is known."""
 
     def __init__(self, answers: Mapping[_Place, bool]) -> None:
         self._answers = answers
@@ -100,7 +100,7 @@ class _Settled(ast.NodeTransformer):
 
 
 def _answer(test: ast.expr, module: nn.Module) -> bool | None:
-    """The result that a test always has for this module. None if the result is not known."""
+    """The result of a test by this module's attributes. None if the result is not known."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         inner = _answer(test.operand, module)
         return None if inner is None else not inner

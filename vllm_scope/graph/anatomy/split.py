@@ -40,7 +40,7 @@ class Split:
 
     def joined(self, rows: Tensor) -> Tensor:
         """Join this rank's parts with the parts of the other ranks: [n, part] -> [n, whole]. The
-        rows are contiguous, with heads or columns in the order of the model."""
+        result is contiguous, with heads or columns in the order of the model."""
         every = self.gather(rows)
         if self.copies > 1:
             every = every.unflatten(1, (-1, self.copies, self.part))[:, :, 0].flatten(1)

@@ -27,9 +27,9 @@ from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.graph.anatomy.proof import Findings, find_faults, may_return, row_error
 from vllm_scope.graph.anatomy.watched import LayerCall, Watch
 
-#: The largest error of a compiled row, divided by the row's length. The value is _STEPS times the
-#: dtype's eps, and at least _LEAST. Two rows differ because the compiled graph rounds less often,
-#: and because the errors of all layers add up.
+#: The largest allowed error of a compiled row, divided by the row's length. The value is _STEPS
+#: times the dtype's eps, and at least _LEAST. A compiled row differs because the compiled graph
+#: rounds less often, and because the errors of all layers add up.
 _STEPS, _LEAST = 8, 1e-3
 
 
@@ -71,7 +71,8 @@ def prove_supposed(
 
 
 def stream_rows(anatomy: Anatomy, watch: Watch, dtype: torch.dtype) -> dict[int, Tensor]:
-    """For each boundary of the stream, the first token's row: [hidden_size], float32 on the CPU.
+    """The first token's row at the entry of layer 0 and at the exit of each layer, by boundary:
+    [hidden_size], float32 on the CPU.
 
     Args:
         anatomy: an anatomy whose convention `prove_supposed` has found to be right.

@@ -28,7 +28,7 @@ from vllm_scope.request.sites import BRANCH_SITES, Place
 def install_taps(
     anatomy: Anatomy, tap_of: Mapping[int, int], arena: Tensor, tables: Tables
 ) -> tuple[int, ...]:
-    """Add taps to the boundaries of the stream in this worker's layers.
+    """Add taps on the stream, and on the outputs of attention and MLP, in this worker's layers.
 
     Args:
         anatomy: the layers.
@@ -40,8 +40,9 @@ def install_taps(
         The boundaries that have a tap on this worker.
 
     Raises:
-        CompatError: a layer's forward does not take `hidden_states`.
-        ConfigError: a configured site is not in the model or in the model's source.
+        CompatError: layer 0 gets a tap at its entry, and its forward has no `hidden_states`.
+        ConfigError: `resid_mid`, `attn_out` or `mlp_out` is configured, and cannot be tapped on
+            this model.
     """
     layers = sorted(anatomy.layers.items())
     places = {number: _places_of(number, tap_of) for number, _ in layers}
@@ -66,7 +67,8 @@ def install_taps(
 
 
 def _places_of(number: int, tap_of: Mapping[int, int]) -> dict[str, int]:
-    """The boundary of each place in the layer that has a tap, by the name of the place."""
+    """The boundaries of the taps of a layer. The keys are `entry`, `middle`, `exit`, `attn_out` and
+    `mlp_out`, without the keys of boundaries that have no tap."""
     # Only layer 0 has a tap at its entry. Any other entry is the exit of the previous layer.
     places = {"entry": 0 if number == 0 else -1, "middle": 2 * number + 1}
     places["exit"] = 2 * number + 2
@@ -109,7 +111,7 @@ def norm_of(layer: nn.Module, number: int, convention: Convention) -> nn.Module:
     """The norm, in this layer, that gets `resid_mid` as its input.
 
     Raises:
-        CompatError: as `norm_before_mlp`.
+        CompatError: as `norm_before_mlp`, or the layer has no module with the norm's name.
     """
     name = norm_before_mlp(layer, convention)
     norm = getattr(layer, name, None)
@@ -155,14 +157,17 @@ def tap_rows(
     Args:
         rows: [num_tokens, size], [num_tokens, heads, size of a head], or [1, num_tokens, size].
         number: the row of Tables.taps that belongs to the tap.
-        split: the split of the rows over the ranks. None if each rank has whole rows.
+        size: the number of elements of a whole row.
+        split: the split of the rows over the ranks. `rows` then has `split.part` elements in a row.
+            None if each rank has whole rows.
 
     Returns:
         The rows that the model must use after the tap: `rows`, or a copy of them.
 
     Raises:
         CompatError: the width or dtype of `rows` is wrong, so that the rows would overwrite other
-            rows in the arena. The error is raised while the graph is traced.
+            rows in the arena. Or the elements of a row are not adjacent in memory. A compiled model
+            raises the error while the graph is traced.
     """
     dtype = module.scope_arena.dtype
     width = size if split is None else split.part

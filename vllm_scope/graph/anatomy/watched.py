@@ -1,11 +1,12 @@
 """Records one forward of a model without taps, by hooks.
 
 Owns:  Watch, and the records NormCall and LayerCall.
-Runs:  one time, after the model is loaded. Not inside a compiled graph.
-From:  layers.   To: proof.
+Runs:  one or two times, after the model is loaded. Not inside a compiled graph.
+From:  layers.   To: proof, supposed.
 
-Random rows replace the rows that enter the first layer. Therefore the record does not depend on a
-dummy token's embedding or on another pipeline stage.
+Usually random rows replace the rows that enter the first layer. Then the record does not depend on
+a dummy token's embedding or on another pipeline stage. With `noise=False`, the model's own rows
+enter the first layer.
 """
 
 from __future__ import annotations

@@ -35,8 +35,9 @@ from vllm_scope.program.operations import (
     SETTERS,
 )
 
-#: Columns of the op table. WORD and WORD_IN_TAP are offsets in words of 4 bytes from the token's
-#: first slot. If an operation stores nothing, its offset is -1.
+#: Columns of the op table. WORD is the offset of an operation's result from the token's first slot,
+#: in words of 4 bytes. WORD_IN_TAP is this offset in a step that is drained tap by tap. If an
+#: operation stores nothing, both offsets are -1.
 (
     CODE, WORD, WORD_IN_TAP, VECTOR, NUMBER_A, NUMBER_B, NEXT, REGISTER, SOURCE, NUMBER_C, NUMBER_D,
     NUMBER_E,
@@ -51,13 +52,14 @@ NUM_TOKEN_COLUMNS = 8
 NUMBER, ACTS = range(2)
 NUM_TAP_COLUMNS = 4
 WORDS_PER_SLOT = SLOT_BYTES // 4
-#: A fault is the tap's number + 1. If OP_CHECK found the fault, the fault also has the bit CHECKED.
+#: A fault is the tap's number + 1. If OP_CHECK found the fault in a row that the same tap did not
+#: edit, the fault also has the bit CHECKED.
 CHECKED = 1 << 30
 
 
 def fault_at(fault: int) -> tuple[int, bool]:
-    """The number of the tap that reported a fault, and True if the result of an edit was not
-    finite, or False if OP_CHECK found the fault.
+    """The number of the tap that reported a fault, and True if the result of this tap's edits was
+    not finite. False if OP_CHECK found the fault in a row that this tap did not edit.
 
     Args:
         fault: the number (not 0) that the tap reported.
@@ -80,8 +82,8 @@ def tap_rows(
 ) -> None:
     """Run the program of each row at one tap.
 
-    A row is the residual stream x = hidden + residual, which is added in float32. OP_READ rounds x
-    to the model's dtype and stores the result. Edits compute in float32.
+    A row is x = hidden + residual, which is added in float32. Without a residual, x = hidden.
+    OP_READ rounds x to the model's dtype and stores the result. Edits compute in float32.
 
     An edited row x is rounded and written back. If there is a residual, then residual = x and
     hidden = 0. Otherwise hidden = x. An edited row is not written in two cases:
@@ -116,7 +118,7 @@ def tap_rows(
             int32 by owner, or 0 if faults are not read. The other four are addresses of tables on
             the rows' device, which are the registers, float32 [max_rows, REGISTERS]; the walks,
             int32 [max_rows, 8]; the log of states, float32; and the rows' positions, int64. The
-            position of a row is read only if the row has a stride.
+            positions are read only for rows with a stride, and for operations in ADVANCING.
         slot_base: if the step is drained tap by tap, the first slot of this tap; else 0.
         slots_per_token: if the step is drained tap by tap, the number of slots of each token at
             this tap; else 0. If `slots_per_token` is not 0, the slot column of `tokens` contains

@@ -3,8 +3,8 @@
 Owns:  the calls of the CUDA driver (libcuda, 12.3 or later).
 Runs:  in workers on NVIDIA GPUs, on the thread that captures and replays.
 
-Graphs, nodes and streams are given as addresses (int). If the driver returns an error, a
-DriverError is raised.
+Graphs, nodes and streams are given as addresses (int). If the driver returns an error, all
+functions except `last_kernel` raise a DriverError.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def num_nodes(graph: int) -> int:
 
 def last_kernel(stream: int) -> int | None:
     """The graph's node for the kernel that was captured last on a stream. None if the last node is
-    not a kernel, if there are several last nodes, or if the driver returns an error."""
+    not a kernel, if there is not exactly one last node, or if the driver returns an error."""
     status, number, count = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_size_t()
     graph, nodes = _Handle(), ctypes.POINTER(_Handle)()
     kind = ctypes.c_int()

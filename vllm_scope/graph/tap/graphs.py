@@ -69,7 +69,7 @@ class Variants:
     Args:
         taps: the numbers of the captured graph's taps.
         num_nodes: the number of nodes of the captured graph.
-        drop: a function that frees a graph from the `make` argument of `of`.
+        drop: a function that frees a graph that the argument `make` of `of` has made.
     """
 
     def __init__(self, taps: list[int], num_nodes: int, drop: Callable[[Any], None]) -> None:
@@ -79,7 +79,8 @@ class Variants:
         self._kept: dict[bytes, Kept] = {}
         self._in_vain: dict[bytes, int] = {}
         self._none = np.zeros(len(taps), bool)
-        #: The array of acting taps from the last call of `of`, and the result of this call.
+        #: The argument `acting` of the last call of `of`, and the result of this call. `_none` if
+        #: another call with the same argument can have another result.
         self._last: NDArray[np.bool_] | None = self._none
         self._found: Any = None
 

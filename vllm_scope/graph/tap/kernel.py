@@ -89,8 +89,8 @@ def _next_state(code, op, score, begun, one, two):
     return value, one, two
 
 
-# The kernel is not specialized to these arguments, so that all taps use one compiled variant. A
-# second variant would be compiled during the capture of a graph.
+# The kernel is not specialized to these arguments, so that their values need no additional compiled
+# variants. An additional variant would be compiled during the capture of a graph.
 @triton.jit(
     do_not_specialize=[
         "hidden_row_stride", "residual_row_stride", "vector_stride", "num_taps", "slot_base",
@@ -119,7 +119,7 @@ def _tap_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     # The loads of `program`, `tap` and `acts` do not wait for each other. If a tap did not test
-    # `acts`, each row would have to load its program.
+    # `acts`, each row would also have to load `at`, after these loads.
     token = tokens_ptr + row * TOKEN_COLUMNS
     program = tl.load(token)
     tap = tl.load(tap_ptr)
@@ -153,8 +153,8 @@ def _tap_kernel(
     words = base.to(tl.pointer_type(tl.float32), bitcast=True) + slot * 4
     edited = 0
     fault = 0
-    # An operation that advances a state is repeated for each row of the walk. An inner loop would
-    # move the row out of the GPU's registers.
+    # An operation that advances a state is repeated for each score that the state does not have
+    # yet. An inner loop would move the row out of the GPU's registers.
     walked, one, two = 0, 0.0, 0.0
     while at >= 0:
         op = ops_ptr + at.to(tl.int64) * COLUMNS
@@ -304,7 +304,7 @@ def _tap_kernel(
             else:
                 tl.store(hidden, rounded, keep)
     if fault != 0:
-        # The faults are in host memory, so that a report costs a write across PCIe.
+        # The faults are in host memory. Only a report of a fault costs a write across PCIe.
         faults = tl.load(host_ptr + 1)
         if faults != 0:
             owner = tl.load(token + TOKEN_OWNER)
@@ -314,7 +314,7 @@ def _tap_kernel(
 def tap_rows(hidden: Tensor, residual: Tensor | None, *others: Any) -> None:
     """Launch the kernel. The arguments are the same as in `definition.tap_rows`.
 
-    Columns must be contiguous. Rows of `hidden` and `residual` can be strided.
+    The elements of a row must be contiguous. Rows of `hidden` and `residual` can be strided.
     """
     num_rows, hidden_size = hidden.shape
     if num_rows == 0:

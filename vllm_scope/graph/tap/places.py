@@ -67,7 +67,7 @@ class Places(Generic[Content]):
 
         Returns:
             The place of each content, and the indices of new contents in `contents`. None if there
-            are too few free places.
+            are too few free and idle places. Then no content is held.
         """
         numbers, new, known = self._numbers, [], []
         for i, content in enumerate(contents):

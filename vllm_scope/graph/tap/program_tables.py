@@ -60,7 +60,7 @@ HELD_OPS = 1 << 17
 
 
 def capacity(vector_size: int, vectors_mib: float) -> Cost:
-    """The number of places that all requests together can hold.
+    """The number of places of each table that all requests together can hold.
 
     Args:
         vector_size: the number of elements of a vector (an attribute of Sites).
@@ -137,12 +137,13 @@ _FIXED = [CODE, REGISTER, SOURCE, NUMBER_A, NUMBER_B, NUMBER_C, NUMBER_D, NUMBER
 
 @dataclass
 class _HeldSet:
-    """The places of one request's programs in the tables on the device.
+    """The places of the programs of one `Held`, which several requests can share, in the tables.
 
     Attributes:
         ids: the program ids that `Tables.hold` returns.
         numbers, ops, vectors: the places of these programs, their operations and their vectors.
         single: the ids of the programs that are held one by one.
+        holders: the number of requests that hold the programs.
     """
 
     ids: NDArray[np.int32]
@@ -230,13 +231,17 @@ class ProgramTables:
 
         Raises:
             CapacityError: every place of a table is held or is used in this step.
+            ScopeError: a new program has vectors, and `hold` is False.
+            OverflowError: a number of a new program is too large for float32.
         """
         found = self._programs.find(program)
         if found is None and hold:
             found = self._hold_new(program)
         elif found is None:
             if program.vectors:
-                raise ScopeError("a program with vectors was planned that its request never held.")
+                raise ScopeError(
+                    "a program with vectors was planned, but its request never held the program."
+                )
             found = self._place(program)
         if hold:
             self._programs.hold(found)

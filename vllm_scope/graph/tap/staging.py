@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_scope.program.operations import NO_PROGRAM
 
-#: The number of steps that can be in flight before a buffer is written again.
+#: The number of steps that can be in flight without a wait for a buffer.
 UPLOADS_IN_FLIGHT = 8
 
 
@@ -29,7 +29,7 @@ class Buffer:
             object identity.
         to_host: the value of the TO_HOST column in the buffer's rows.
         rows: the indices of those rows of the buffer that have a program.
-        num_rows: the rows with this index and all later rows have no program.
+        num_rows: the row with this index and all later rows have no program.
         first: a slice of `tensor` with the rows of the last upload.
         num_first: the number of rows of `first`. A call of `len(first)` takes longer.
     """

@@ -46,7 +46,7 @@ def compared(score: Floats, threshold: Floats, sharpness: Floats, sign: Floats) 
     """A gate's value by its score and threshold, [num_rows]. If `sharpness` is above 0, the value
     is a sigmoid; else the value is 0 or 1."""
     beyond = sign * (score - threshold)
-    with np.errstate(over="ignore"):  # the result of torch's sigmoid would depend on the batch
+    with np.errstate(over="ignore"):  # not torch's sigmoid, whose result depends on the batch
         smooth = 1 / (1 + np.exp(-sharpness * beyond))
     found: Floats = np.where(sharpness > 0, smooth, beyond > 0).astype(np.float32)
     return found

@@ -67,8 +67,8 @@ class Tables(ProgramTables):
     Attributes:
         tokens: [max_rows, 8] int32, the rows of the step. tap.definition lists the columns.
         taps: [num_taps, 4] int32. Column 0 is the tap's number. Column 1 is 0 if the tap does
-            nothing in this step, else 1. The other two columns are not used. Each tap gets a view
-            of its own row.
+            nothing in the step that was loaded last, else 1 (also before the first step). The other
+            two columns are not used. Each tap gets a view of its own row.
         registers: [max_rows, REGISTERS] float32, the registers of each row.
         walks: [max_rows, 8] int32, for rows whose gates have states. tap.states lists the columns.
         log: [num_places, STATE_NUMBERS] float32, the states of gates.
@@ -199,7 +199,7 @@ class Tables(ProgramTables):
         return True
 
     def point_at(self, positions: Tensor) -> bool:
-        """Let taps read the rows' positions from this tensor. Returns False on failure.
+        """Let taps read the rows' positions from this tensor. Returns False if taps cannot read it.
 
         Args:
             positions: [num_rows or more], the true position of each batch row, on the device. Taps
@@ -245,7 +245,7 @@ class Tables(ProgramTables):
         return self._loaded is program_ids
 
     def _load_acts(self, program_ids: NDArray[np.int32]) -> None:
-        """Write to the table of taps whether any of these programs does something at each tap.
+        """Write to the table of taps, for each tap, whether the tap does something for a row.
         Without this information, each row would look up its program at each tap, and a tap that
         does nothing would take twice as long on a GPU."""
         alike = bool((program_ids == program_ids[0]).all())  # the usual case, which is fast

@@ -33,7 +33,8 @@ class Module:
 
 
 def number(value: object, where: str) -> float:
-    """Convert a value to a float. Raises SpecError if the value is not a finite float32 number."""
+    """Convert a number to a float. Raises SpecError for a value that is not a number, or not finite
+    in float32."""
     if getattr(value, "shape", None) == ():  # numpy or torch made this scalar
         value = value.tolist()  # type: ignore[attr-defined]
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
@@ -138,7 +139,8 @@ class Action:
 
     @property
     def layer_numbers(self) -> tuple[int, ...] | None:
-        """The layers as a tuple, or None if the action applies to every tapped layer."""
+        """The layers as a tuple. None if the action applies to every tapped layer, or if a named
+        SAE determines the layer."""
         return self.layers if isinstance(self.layers, tuple) else None
 
     def to_json(self) -> dict[str, object]:

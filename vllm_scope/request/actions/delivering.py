@@ -27,10 +27,10 @@ class Read(Action):
         site: a site that the engine taps.
             The sites on the residual stream are `resid_pre`, `resid_mid`, `resid_post` (aliases
             `pre_attn`, `post_attn`, `post_block`) and `embed`. `resid_post` at layer k is Hugging
-            Face's `hidden_states[k + 1]`. At the last layer, `resid_post` is the row before the
-            final norm. The sites with one vector for each attention head are `q` and `k` (after
-            norms and rotary embedding), `v`, and `z` (the attention's output before the output
-            projection).
+            Face's `hidden_states[k + 1]`, except at the last layer. There, `resid_post` is the row
+            before the final norm. The sites with one vector for each attention head are `q` and `k`
+            (after norms and rotary embedding), `v`, and `z` (the attention's output before the
+            output projection).
             `attn_in` and `mlp_in`: the inputs of the attention and of the MLP, after the norms.
             `attn_out` and `mlp_out`: the outputs that the layer adds to the stream.
             `mlp_post`: the input of the MLP's down projection. `ln_final`: the output of the
@@ -49,7 +49,8 @@ class Read(Action):
             decodes the rows. docs/codecs.md describes the loss of each codec.
 
     Raises:
-        SpecError: a wrong type, an unknown site, codec or option, no layer, or a negative layer.
+        SpecError: a wrong type, an unknown site, codec or option, an empty list of layers, a
+            negative layer, or a tag or name for rows that go to memory.
     """
 
     kind: ClassVar[str] = "read"

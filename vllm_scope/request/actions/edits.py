@@ -29,7 +29,8 @@ COMMON = ("gate", "dose")
 
 @dataclass(frozen=True, kw_only=True)
 class Edit(Action):
-    """The base class of actions that change a row. `fields[0]` names the field with the vector."""
+    """The base class of actions that change a row. `fields[0]` names the field with the vector,
+    direction, rows or SAE."""
 
     gate: Any = None
     dose: str | None = None
@@ -88,10 +89,10 @@ class Edit(Action):
         """Set the vector, site and layers.
 
         Args:
-            value: one vector for all layers, [hidden_size], or one vector for each layer,
-                [num_layers, hidden_size]. If `most_dims` is 3, `value` is one block of n rows for
-                all layers, [n, hidden_size], or one block for each layer, [num_layers, n,
-                hidden_size].
+            value: one vector for all layers, [width of a row], or one vector for each layer,
+                [num_layers, width of a row]. If `most_dims` is 3, `value` is one block of n rows
+                for all layers, [n, width of a row], or one block for each layer,
+                [num_layers, n, width of a row].
         """
         name, kind = self.fields[0], type(self).__name__
         self._set(**{name: value})
@@ -110,11 +111,13 @@ def _check_rows(value: Array, layers: tuple[int, ...] | None, where: str, most_d
     if len(value.shape) > most_dims:
         raise SpecError(f"{where} has shape {value.shape}; it has at most {most_dims} dimensions.")
     if layers is None:
-        raise SpecError(f"{where} has one row for each layer, so name the layers, not 'all'.")
+        raise SpecError(
+            f"{where} has one row or block for each layer, so name the layers, not 'all'."
+        )
     if value.shape[0] != len(layers):
         raise SpecError(
-            f"{where} has {value.shape[0]} rows for {len(layers)} layers; the vector of one layer "
-            "has one dimension, also at sites with heads (heads * head_size numbers)."
+            f"{where} has {value.shape[0]} rows or blocks for {len(layers)} layers; the vector of "
+            "one layer has one dimension, also at sites with heads (heads * head_size numbers)."
         )
 
 
@@ -123,8 +126,8 @@ class Add(Edit):
     """Add a vector: `x + scale * v`.
 
     Args:
-        vector: an array [hidden_size] with one vector for all layers, an array [num_layers,
-            hidden_size] with one vector for each layer, or the name of a registered steering
+        vector: an array [width of a row] with one vector for all layers, an array [num_layers,
+            width of a row] with one vector for each layer, or the name of a registered steering
             module.
         site, layer: the `Place` of the edit. If no layer is given, a module applies at every
             `Place` for which the module has a vector.
@@ -201,8 +204,8 @@ class Clamp(Edit):
 
     Args:
         direction: as `Add.vector`. This action normalises the direction to length 1.
-        lo, hi: the lower and the upper bound of `x.d`, with lo <= hi. If lo or hi is None or
-            infinite, there is no such bound. At least one bound must be given.
+        lo, hi: the lower and the upper bound of `x.d`, with lo <= hi. If lo is None or -inf, or if
+            hi is None or inf, there is no such bound. At least one bound must be given.
         site, layer, tokens, gate, dose: the same arguments as in `Add`.
         strength: a number from 0 to 1. With 1, the component along the direction moves to the
             bound. With 0.5, the component moves half of the way to the bound.
@@ -238,8 +241,8 @@ class Replace(Edit):
     """Replace (patch) the rows at some positions with given rows.
 
     Args:
-        values: an array [num_positions, hidden_size] with the same rows for every layer,
-            [hidden_size] with the row of one position, or [num_layers, num_positions, hidden_size]
+        values: an array [num_positions, width of a row] with the same rows for every layer, [width
+            of a row] with the row of one position, or [num_layers, num_positions, width of a row]
             with different rows for each layer.
         positions: distinct positions, one for each row. Negative positions count from the prompt's
             end.

@@ -8,8 +8,9 @@ Let f be the feature's activation in the row x, and D the feature's row of the d
     SetFeature    x + (value - f) * D, or x + value * D with `add`
     ScaleFeature  x + (factor - 1) * f * D
 
-With `only_if_active`, SetFeature does not change a row in which f is 0. The part of the row that
-the SAE does not explain stays the same. All features of one action use the same row x.
+With `only_if_active`, SetFeature does not set a feature that is 0 in the row. The part of the row
+that the SAE does not explain stays the same. All features of one action are computed from the same
+row x.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from vllm_scope.request.actions.edits import COMMON, Edit
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import MODEL_SITES, canonical_site
 
-#: The largest number of features of one action.
+#: The largest number of features of one edit.
 MAX_FEATURES = 16
 
 
@@ -42,7 +43,8 @@ class FeatureRows:
         threshold: the threshold of each feature, 0 or above.
 
     Raises:
-        SpecError: the shapes do not fit together, or a number is not finite.
+        SpecError: the shapes do not fit together, there are more than MAX_FEATURES features, a
+            number is not finite, or a threshold is below 0.
     """
 
     encoder: Any
@@ -62,13 +64,13 @@ class FeatureRows:
         if self.encoder.shape != self.decoder.shape:
             raise SpecError(
                 f"sae.encoder has shape {self.encoder.shape} and sae.decoder "
-                f"{self.decoder.shape}; they must be alike."
+                f"{self.decoder.shape}; they must be equal."
             )
         for name in ("bias", "threshold"):
             numbers = _numbers(getattr(self, name), self.count, f"sae.{name}")
             object.__setattr__(self, name, numbers)
         if min(self.threshold) < 0:
-            raise SpecError(f"sae.threshold has {min(self.threshold):g}; each is 0 or more.")
+            raise SpecError(f"sae.threshold has {min(self.threshold):g}; it must be 0 or more.")
 
     @property
     def count(self) -> int:
@@ -79,8 +81,8 @@ class FeatureRows:
         """The encoder and decoder rows of some features of a loaded Sae.
 
         Raises:
-            SpecError: the SAE does not have a feature with one of the numbers, or the SAE is a TopK
-                SAE. Single features of a TopK SAE cannot be computed.
+            SpecError: the SAE does not have a feature with one of the numbers, or the SAE is a
+                transcoder or a TopK SAE. Single features of a TopK SAE cannot be computed.
         """
         indices = _indices(index, where)
         some = [sae.feature(i) for i in indices]
@@ -127,7 +129,9 @@ def _indices(index: object, where: str) -> tuple[int, ...]:
             "edits."
         )
     if any(type(i) is not int or i < 0 for i in indices) or len(set(indices)) < len(indices):
-        raise SpecError(f"{where} is {shown(index)}; it names each feature once, by its number.")
+        raise SpecError(
+            f"{where} is {shown(index)}; it must name each feature one time, by its number."
+        )
     return indices
 
 
@@ -167,7 +171,7 @@ class _FeatureEdit(Edit):
 
     sae: Any
     index: Any = None
-    #: If `site` is empty, the SAE's own site is used.
+    #: If `site` is empty, the SAE's own site is used. For FeatureRows, `resid_post` is used.
     site: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -184,7 +188,7 @@ class _FeatureEdit(Edit):
         elif self.index is not None:
             raise SpecError(
                 f"{kind}.index is {shown(self.index)}, and {kind}.sae is not an SAE that was "
-                "loaded; give one, or the features' rows without an index."
+                "loaded; give a loaded SAE, or the features' rows without an index."
             )
         rows = FeatureRows.parse(rows, f"{kind}.sae")
         self._set(site=self.site or "resid_post")
@@ -230,8 +234,8 @@ class _FeatureEdit(Edit):
     @property
     def changes(self) -> tuple[tuple[float, float, bool], ...]:
         """The numbers (a, d, active) of each feature, which define the edit. The edit adds (a + d *
-        f) times the decoder's row. If `active` is True, the edit does not change a row in which f
-        is 0."""
+        f) times the decoder's row. If `active` is True and f is 0, the edit adds nothing for this
+        feature."""
         raise NotImplementedError
 
 
@@ -240,13 +244,14 @@ class SetFeature(_FeatureEdit):
     """Set features of an SAE in the row: `x + (value - f) * decoder`.
 
     Args:
-        sae: a `vllm_scope.saes.sae.Sae`, or the name of an engine's SAE. A TopK SAE is refused.
-        index: the feature's number, or a list of at most 16 numbers.
+        sae: a `vllm_scope.saes.sae.Sae`, the name of an engine's SAE, or FeatureRows. A transcoder
+            and a TopK SAE are refused.
+        index: the feature's number, or a list of at most 16 numbers. None for FeatureRows.
         value: the new activation of the feature, or a list of activations, one for each feature.
         add: if True, `value` is added to the activation. `add` can also be a list of bools, one for
             each feature.
-        only_if_active: if True, rows in which the activation is 0 are not changed. `only_if_active`
-            can also be a list of bools, one for each feature.
+        only_if_active: if True, a feature whose activation is 0 is not set. `only_if_active` can
+            also be a list of bools, one for each feature.
         site, layer: the `Place` of the edit. The default is the SAE's own `Place`.
         tokens, gate, dose: the same arguments as in `Add`. An edit with a dose must have exactly
             one feature.

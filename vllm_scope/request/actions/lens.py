@@ -23,7 +23,7 @@ class LensTopK(Action):
     The device applies the model's own final norm and unembedding to the row, with the model's soft
     cap and scale of logits. Then the device computes the log-softmax over the whole vocabulary, in
     float32. At `resid_post` of the last layer, the delivered values are the model's own
-    log-probabilities.
+    log-probabilities, if `lens` is None.
 
     Args:
         layer, layers: two names of one argument, which is a number, a list of numbers from 0, or
@@ -34,11 +34,11 @@ class LensTopK(Action):
         top_k: number of tokens for each row and layer, at most 1,024.
         site: "resid_post" (the default), "resid_mid" or "resid_pre".
         tokens: a selector of the tokens.
-        name: the name of these tokens in the result.
+        name: the name of the delivered tokens in the result.
         to: "memory", or a sink that accepts scores.
 
     Raises:
-        SpecError: a wrong type, or a site that is not one of the three sites above.
+        SpecError: a wrong type, a wrong `top_k`, or a site that is none of the three sites above.
     """
 
     kind: ClassVar[str] = "lens"

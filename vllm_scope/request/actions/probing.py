@@ -49,8 +49,8 @@ class Probe(Action):
         name: the name of the scores in the result.
         tokens: a selector of the tokens.
         to: the destination of the scores, as for `Read`. Not all sinks accept scores. The sink
-            "filesystem" does not accept scores. A sink accepts only scores of one layer, without an
-            AttentionPool or an aggregate.
+            "filesystem" does not accept scores. A sink other than memory accepts only scores of one
+            layer, without an AttentionPool, an aggregate, a threshold or `after`.
         activation: None, or "sigmoid". The sigmoid is applied after the bias is added.
         aggregate: the rule that computes a second value at each position from all scores up to this
             position. The rule is "max", "mean", `Ema(decay)` or `RollingMean(window, then="max")`.

@@ -18,7 +18,8 @@ from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import MODEL_SITES, canonical_site
 
 DEFAULT_TOP_K, MAX_TOP_K = 32, 1024
-#: The largest number of `indices` of one request. 1 KiB of JSON can thus request 4 MiB.
+#: The largest number of `indices` of one request. The JSON of so many indices has about 1 KiB, and
+#: their encoder rows can have 4 MiB.
 MAX_INDICES = 256
 
 
@@ -29,7 +30,7 @@ class HeldSae:
     Attributes:
         num_features: number of features of the SAE.
         width: number of elements of a row.
-        k: for a TopK SAE, the number of active features of each row. For any other SAE, k is None.
+        k: for a TopK SAE, the most features that are active in a row. For any other SAE, k is None.
     """
 
     name: str
@@ -50,7 +51,8 @@ class EncoderRows:
         threshold: the threshold of each feature, 0 or above.
 
     Raises:
-        SpecError: the shapes do not fit together, or a number is not finite.
+        SpecError: the shapes do not fit together, there are more than MAX_INDICES features, a
+            number is not finite, or a threshold is below 0.
     """
 
     encoder: Any
@@ -146,7 +148,7 @@ class Features(Action):
 
     sae: Any
     _: KW_ONLY
-    #: If `site` is empty, the SAE's own site is used.
+    #: If `site` is empty, the SAE's own site is used. For EncoderRows, `resid_post` is used.
     site: str = field(default="", kw_only=True)
     top_k: int | None = None
     indices: Any = None
@@ -191,12 +193,13 @@ class Features(Action):
             )
         if any(type(i) is not int or i < 0 for i in indices) or len(set(indices)) < len(indices):
             raise SpecError(
-                f"Features.indices is {shown(given)}; it names each feature once, by its number."
+                f"Features.indices is {shown(given)}; it must name each feature one time, by its "
+                "number."
             )
         self._set(indices=indices)
 
     def _take_rows(self) -> None:
-        """Replace an Sae object by the rows of `indices`."""
+        """Replace an Sae object, or the JSON of EncoderRows, by EncoderRows."""
         if self.indices is None:
             raise SpecError(
                 f"Features.sae is {shown(self.sae)}, and top_k needs a whole encoder on the "

@@ -10,13 +10,14 @@ in float32:
 
     Ema         m_p = decay * m_(p-1) + (1 - decay) * s_p; at the first token, m_p = s_p
                 g: the formula of the gate's kind, with m_p in place of s_p
-    Latch       g = 1 if d * (s_p - threshold) > 0, or if g was 1 at p-1; else g = 0
+    Latch       g = 1 if d * (s_p - threshold) > 0, or if g was 1 at an earlier generated token;
+                else g = 0
     Hysteresis  g = 1 if d * (s_p - threshold) > 0; else g = 0 if d * (s_p - low) < 0;
-                else the value at p-1 (0 at the first token)
+                else g is the value at p-1 (0 at the first token)
     Pid         e_p = d * (s_p - setpoint)
                 i_p = clip(i_(p-1) + e_p, -most_sum, most_sum); i_(p-1) = 0 at the first token
                 g = clip(kp * e_p + ki * i_p + kd * (e_p - e_(p-1)), 0, 1); at the first token,
-                the term with kd is 0
+                e_(p-1) = e_p
 
 At positions of the prompt, a gate with a state has the same value as a gate without a state.
 """
@@ -57,16 +58,16 @@ class Hysteresis:
 class Pid:
     """A PID controller: sets the gate's value by the distance of the score from a setpoint.
 
-    The error of a token is the distance by which the score is beyond the setpoint. The gate's value
-    is computed from three numbers. `kp` multiplies the error of this token. `ki` multiplies the sum
-    of the errors of all generated tokens up to this token. `kd` multiplies the error minus the
-    error of the previous token.
+    The error of a token is its score minus the setpoint, or with `above=False` the setpoint minus
+    the score. The gate's value is the sum of three terms, limited to 0 to 1. `kp` multiplies the
+    error of this token. `ki` multiplies the sum of the errors of all generated tokens up to this
+    token. `kd` multiplies the error minus the error of the previous token.
 
     Args:
         setpoint: the score at which the error is 0.
         kp, ki, kd: the three factors that are described above.
-        most_sum: bound of the absolute value of the sum, 0 or more. The default is 1 / |ki|. With
-            the default bound, the sum alone can open the gate fully.
+        most_sum: bound of the absolute value of the sum, 0 or more. The default is 1 / |ki| (0 if
+            ki is 0), with which the sum alone can open the gate fully.
     """
 
     setpoint: float
@@ -152,7 +153,8 @@ def check_state(state: State, kind: str, threshold: float, above: bool) -> None:
 
 
 def hysteresis_low(state: Latch | Hysteresis, above: bool) -> float:
-    """The score beyond which an open gate closes. For a Latch, that score is infinite."""
+    """An open gate closes if its score is below this number (with `above=False`: above this
+    number). For a Latch, the number is infinite, and the gate never closes."""
     if isinstance(state, Hysteresis):
         return state.low
     return -math.inf if above else math.inf

@@ -19,9 +19,9 @@ class Moments(Action):
 
     The worker has one set of sums for each name, site, layer and label. Each set contains the
     number of rows, and the sum of the rows x. With `covariance`, each set also contains the sum of
-    x x^T. With a target y, each set also contains the sum of x y. Each accepted token counts one
-    time. `vllm_scope.moments(llm, name)` returns the sums, and `vllm_scope.drop_moments(llm, name)`
-    drops the sums. The request does not use the prefix cache for its tokens.
+    x x^T. With a target y, each set also contains the sums of x y, of y and of y^2. Each accepted
+    token counts one time. `vllm_scope.moments(llm, name)` returns the sums, and `drop_moments`
+    drops the sums. From the first selected token on, the request does not use the prefix cache.
 
     Args:
         site: the name of a site, such as "resid_post".
@@ -29,14 +29,15 @@ class Moments(Action):
             (the default).
         tokens: a selector (`vllm_scope.request.selectors`). "all" by default.
         by: the label of the sums to which the request's rows are added.
-        target: a number y, the same for all rows of the request. Without a target, there is no sum
-            of x y.
+        target: a number y, the same for all rows of the request. Without a target, there are no
+            sums with y.
         covariance: if True, each set also contains the sum of x x^T, which takes 8 * width^2 bytes.
         name: the name of the sums. All requests with one name must have the same `covariance`. All
             requests with one name must have a target, or all must have no target.
 
     Raises:
-        SpecError: a wrong type, an unknown site, an empty list of layers, or a negative layer.
+        SpecError: a wrong type, an unknown site, no layer, a negative layer, or a number that is
+            not finite.
     """
 
     kind: ClassVar[str] = "moments"

@@ -32,7 +32,7 @@ class Sender(ABC):
     @property
     @abstractmethod
     def dead(self) -> bool:
-        """True if the front-end has closed or ended. Messages to this front-end are dropped."""
+        """True if the front-end has closed or ended or was given up. Messages to it are dropped."""
 
     @abstractmethod
     def send_rows(self, batch: RowBatch) -> None:
@@ -58,12 +58,13 @@ class Sender(ABC):
     def _send(self, header: FinishHeader | EndsHeader | DecidedHeader | CountersHeader) -> None: ...
 
     def reclaim(self) -> None:  # noqa: B027
-        """Release the leases of read rows. If the front-end is dead, release all leases."""
+        """Release the leases of rows that the front-end has read, or all leases if it is dead."""
 
     @property
     @abstractmethod
     def num_read(self) -> int:
-        """How many messages the front-end has read."""
+        """How many messages the front-end has read. With shared memory, only messages with rows
+        count, and the number is CLOSED if the front-end has closed."""
 
     @abstractmethod
     def holds(self, lease: Lease) -> bool:

@@ -133,8 +133,9 @@ class SharedSender(Sender):
         return not self._address.alive
 
     def close(self) -> None:
-        """Deliver the messages that wait. If the front-end is dead, free the counter of the
-        front-end as soon as the front-end cannot write to this counter any more."""
+        """Close the socket. zmq can still deliver waiting messages for one second. If the front-end
+        is dead, free the counter of the front-end as soon as the front-end cannot write to this
+        counter any more."""
         if self.dead:
             self._release(CLOSED)
             self._ring.free_reader_later(self._reader, self._has_left)

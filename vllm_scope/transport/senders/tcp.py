@@ -41,12 +41,12 @@ from vllm_scope.transport.senders.base import ANSWER_S, Sender
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: After a lost connection, the thread connects again at once, then MOST_DIALS times after a pause
-#: of DIAL_S. Each time, the thread waits DIAL_S for an answer. Without any answer, the front-end
-#: counts as dead.
+#: After a lost connection, the thread connects again at once, then MOST_DIALS - 1 times after a
+#: pause of DIAL_S seconds. Each time, the thread waits DIAL_S seconds for an answer. Without any
+#: answer, the front-end counts as dead after one more pause.
 MOST_DIALS = 3
 DIAL_S = 2.0
-#: How long a closing worker waits until a front-end has read the messages that were sent.
+#: How long, in seconds, a closing worker waits at most until a front-end has read all messages.
 CLOSE_S = 5.0
 #: A batch is sent in pieces of about this size. The front-end copies one piece while the next piece
 #: travels. Both ends of the connection then need little extra memory for a large batch.
@@ -59,8 +59,8 @@ class _Sent:
     """A message that the front-end has not read.
 
     Attributes:
-        frames: the header, and a view of the rows in the ring.
-        lease: the lease of the rows.
+        frames: the header, and a view of the rows in the ring if the message has rows.
+        lease: the lease of the rows; None if the message has no rows.
         tracker: zmq sets the tracker's `done` to True when zmq has stopped reading `frames`.
     """
 
@@ -265,8 +265,8 @@ class TcpSender(Sender):
 
 
 def _pieces(batch: RowBatch) -> Iterator[tuple[Labels, int, int]]:
-    """Yield the pieces of a batch as (labels, first slot, last slot + 1). Each piece has about
-    PIECE_BYTES."""
+    """Yield the pieces of a batch as (labels, first slot, last slot + 1). Each piece has at most
+    PIECE_TOKENS tokens and PIECE_BYTES bytes, but at least one token."""
     labels, num_tokens = batch.labels, len(batch.labels.keys)
     if batch.boundary is not None:
         ends = np.arange(1, num_tokens + 1) * (len(batch.slots) // num_tokens)
