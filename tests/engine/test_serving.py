@@ -170,8 +170,8 @@ def test_twenty_thousand_reading_requests_leave_memory_flat(llm):
         del outputs
         return np.array([allocated(), llm.collective_rpc(allocated)[0]])
 
-    # vLLM keeps compiled kernels for each number of tokens in a step, here for multiples of 3: 1.5 MB
-    # for each number, with or without a plugin.
+    # vLLM keeps compiled kernels for each number of tokens in a step, with or without a plugin:
+    # 1.5 MB for each number. Here, each number is a multiple of 3.
     for count in range(3, 3 * 64 + 1, 3):
         generate(llm, [{"prompt_token_ids": [5] * count}], params(max_tokens=1))
     before = some(4)
