@@ -3,8 +3,7 @@
 Owns:  Sink, Block, RequestInfo and Ending (inputs of a sink), Report (output of a sink), Manifest
        (the part of a report that the caller gets), RowBatch and BatchSink (between drain and
        router).
-Runs:  a BatchSink on the drain thread of each worker that drains rows. Each Sink has its own
-       thread.
+Runs:  a BatchSink on the drain thread of a worker that drains rows; each Sink on its own thread.
 
     drain -> router -> memory                       (rows back to the caller)
                     -> sink queue -> sink thread -> filesystem, plugins

@@ -123,7 +123,9 @@ def test_a_run_with_other_settings_is_refused_with_what_differs(change, sentence
 
 
 def test_a_folder_without_rows_takes_other_settings(tmp_path):
-    with pytest.raises(ScopeError, match=r"the rows of document '.*' are failed: no memory; run"):
+    with pytest.raises(
+        ScopeError, match=r"the rows of document '.*' are failed: no memory; compute"
+    ):
         harvest(TEXTS, tmp_path, Failing())
     assert harvest(TEXTS, tmp_path, long="pack").manifest.complete
 

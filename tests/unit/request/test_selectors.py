@@ -234,7 +234,9 @@ def test_or_is_in_any_and_minus_is_in_one_and_not_the_other(one, other, sequence
         pytest.param(
             lambda: Positions(1.5), "Positions has 1.5; its items must be whole", id="a-float"
         ),
-        pytest.param(lambda: Positions("last"), "Positions has 'last'; it holds", id="a-name"),
+        pytest.param(
+            lambda: Positions("last"), "Positions has 'last'; its items must", id="a-name"
+        ),
     ],
 )
 def test_what_is_no_selector_does_not_compose(call, words):

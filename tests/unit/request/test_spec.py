@@ -102,7 +102,9 @@ def _spec(**read: object) -> str:
         pytest.param({"tokens": {"slice": 9}}, "9", "[start, stop, step]", id="slice-of-a-number"),
         pytest.param({"tokens": {"token_ids": []}}, "empty", "at least one", id="no-token-ids"),
         pytest.param({"tokens": {"token_ids": ["a"]}}, "'a'", "whole numbers", id="a-word-as-id"),
-        pytest.param({"tokens": {"token_ids": [-1]}}, "-1", "not negative", id="a-negative-id"),
+        pytest.param(
+            {"tokens": {"token_ids": [-1]}}, "-1", "must not be negative", id="a-negative-id"
+        ),
         pytest.param({"tokens": {"token_ids": 5}}, "5", "TokenIds(...)", id="ids-not-a-list"),
         pytest.param({"tokens": {"union": []}}, "empty", "at least one", id="an-empty-union"),
         pytest.param({"tokens": {"except": ["all"]}}, "['all']", "Except(..., ...)", id="except-1"),
