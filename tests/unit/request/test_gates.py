@@ -188,7 +188,7 @@ def probe(**options):
         (lambda: Add("m", gate=Gate(V, 0, name="g")), "names a module"),
         (lambda: Add(V, layer=[0, 1], dose="d"), "a dose needs one named layer"),
         (lambda: Add(V, layer=0, max_relative_norm=-1), "0 or more"),
-        (lambda: SetFeature(fake_sae(), [1, 1], 2.0), "each feature once"),
+        (lambda: SetFeature(fake_sae(), [1, 1], 2.0), "must name each feature one time"),
         (lambda: SetFeature("toy", 1, 2.0, site="ln_final"), "'ln_final', which can be read and"),
         (lambda: SetFeature(fake_sae("ln_final", 0), 1, 2.0), "'ln_final', which can be read and"),
         (lambda: SetFeature(fake_sae(), [1, 2], 2.0, dose="d"), "there are 2 features"),

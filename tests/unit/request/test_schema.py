@@ -233,10 +233,10 @@ def test_what_the_parser_refuses_for_its_shape_is_invalid(body):
 #: What the parser says of a spec that is valid: it compares fields, or knows a sum.
 BEYOND = re.compile(
     r"rows (or blocks )?for|has \d+ bytes|characters; the|NaN or infinite|is zero; a direction|"
-    r"at most hi|has no bound|two probes|differ in tag|go to memory|one weight for each layer|"
+    r"at most hi|there is no bound|two probes|differ in tag|go to memory|one weight for each layer|"
     r"one row or block for each layer|at most \d dimensions|nested|parts|items in all|ragged|"
     r"at most 16,777,216|\[out, \d+\]|has a bias of shape|the last layer must make one|"
-    r"both are \[num_heads|the same number of heads|give a threshold|that stops its request|"
+    r"both must be \[num_heads|the same number of heads|give a threshold|that stops its request|"
     r"have action 'stop'|has this name|waits for this probe itself|cannot be a first stage|"
     r"generated tokens only"
 )
