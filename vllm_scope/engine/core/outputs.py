@@ -5,7 +5,7 @@ Owns:  the wrapper of Scheduler.update_from_output.
 Runs:  in EngineCore, on the scheduler's thread.
 From:  engine.worker.faults, verdicts, variants (the functions that handle an output).
 
-Promise: if EngineCore has only requests without taps, the wrapper makes at most four checks.
+Promise: if an output carries nothing and no variants run, the wrapper only makes these two checks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from collections.abc import Callable
 from functools import partial
 
 from vllm_scope.engine import wrapping
-from vllm_scope.engine.core.entered import any_entered
-from vllm_scope.engine.core.scheduler import is_resting
 from vllm_scope.engine.core.variants import stands_for_some, take_variants
 from vllm_scope.engine.core.verdicts import stop_judged
 from vllm_scope.engine.vllm_types import EngineCoreOutputs as Outputs
@@ -30,8 +28,7 @@ def _update(
     scheduler_output: object,
     model_runner_output: object,
 ) -> dict[int, Outputs]:
-    plain = is_resting(self) or not (any_entered() or stands_for_some(self))
-    if plain and not carries(model_runner_output):
+    if not (carries(model_runner_output) or stands_for_some(self)):
         return original(self, scheduler_output, model_runner_output)
     faulty = partial(end_faulty, original)
     judged = partial(stop_judged, faulty)

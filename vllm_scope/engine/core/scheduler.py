@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -225,7 +225,8 @@ def _schedule(
     sends the output to every worker."""
     if _rests(self):
         return original(self, *args, **kwargs)
-    with _bounded(self):
+    most = most_tokens(self)
+    with nullcontext() if most is None else _bounded(self, most):
         output = original(self, *args, **kwargs)
     due = take_due(self)
     news = StepNews(zeroed=clearing.due(self), begun=due.begun, scales=due.scales)
@@ -265,19 +266,14 @@ def _schedule(
     return output
 
 
-def is_resting(scheduler: Scheduler) -> bool:
-    """True if the last step had only requests without taps, and no request with taps has entered
-    since."""
-    state = _states.of(scheduler)
-    return state is not None and state.resting
-
-
 def _rests(scheduler: Scheduler) -> bool:
     """The same as `_is_quiet`. While the scheduler rests, this function makes only one check."""
-    state = _states.of(scheduler) or _state_of(scheduler)
-    if not state.resting:
-        state.resting = _is_quiet(scheduler)
-        state.index = index_of(scheduler.kv_cache_manager)
+    state = _states.of(scheduler)
+    if state is None or not state.resting:
+        if not _is_quiet(scheduler):
+            return False
+        state = _state_of(scheduler)
+        state.resting, state.index = True, index_of(scheduler.kv_cache_manager)
     elif state.index is not None and state.index.has_news:
         # Plain requests can take KV blocks with stored scores.
         state.resting = False
@@ -298,12 +294,8 @@ def _is_quiet(scheduler: Scheduler) -> bool:
 
 
 @contextmanager
-def _bounded(scheduler: Scheduler) -> Iterator[None]:
-    """In the `with` block, the scheduler schedules at most `most_tokens` tokens."""
-    most = most_tokens(scheduler)
-    if most is None:
-        yield
-        return
+def _bounded(scheduler: Scheduler, most: int) -> Iterator[None]:
+    """In the `with` block, the scheduler schedules at most `most` tokens."""
     before = scheduler.max_num_scheduled_tokens
     scheduler.max_num_scheduled_tokens = min(before, most)
     try:

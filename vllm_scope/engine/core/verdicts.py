@@ -55,16 +55,17 @@ _due: Beside[Due] = Beside()
 def with_verdicts(output: Any, watch: Watch) -> Any:
     """Adds to a step's output the verdicts and the new scales that follow from the rows of this
     step and of earlier steps."""
-    steps = watch.take() if is_output(output) else []
-    if not steps:
+    if not watch.has_steps or not is_output(output):
         return output
-    return carrying(output, _NAME, partial(watch.judge, steps))
+    return carrying(output, _NAME, partial(watch.judge, watch.take()))
 
 
 def with_lost(output: Any, store: ScoreStore) -> Any:
     """Adds to a step's output the keys of the stored scores that this worker did not find."""
-    missing = store.take_missing() if is_output(output) else []
-    return carrying(output, _LOST, lambda: {"keys": missing}) if missing else output
+    if not store.has_missing or not is_output(output):
+        return output
+    missing = store.take_missing()
+    return carrying(output, _LOST, lambda: {"keys": missing})
 
 
 def stop_judged(

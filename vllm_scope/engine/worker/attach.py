@@ -149,7 +149,7 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
             scope.keep_blocks(news.filled)
         if news is not None and news.forgotten_scores:
             scope.forget_scores(news.forgotten_scores)
-        return scope.with_endings(output)
+        return None if output is None else scope.with_endings(output)
 
     sample_tokens = runner.sample_tokens
 

@@ -535,8 +535,6 @@ class ScopeWorker:
     def with_endings(self, output: object) -> object:
         """Adds to a step's output the worker's data for EngineCore: faults of edits, verdicts of
         probes, new scales of policies, and lost scores."""
-        if self._is_quiet:
-            return output
         if self._faults is None:  # EngineCore does not see the outputs of this stage
             if self._delivery is not None:
                 self._delivery.store.take_missing()
