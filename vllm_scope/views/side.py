@@ -1,5 +1,5 @@
-"""A picture of two answers next to each other, such as plain and steered. Different tokens are
-marked.
+"""A picture of two answers next to each other, such as a plain and a steered answer. Tokens that
+differ between the answers are marked.
 
 Owns:  `side_by_side`.
 From:  strip.   To: a notebook, a file.
@@ -30,7 +30,8 @@ def side_by_side(
     colours.
 
     Args:
-        plain, other: strips with the same threshold, or texts of tokens (without scores).
+        plain, other: each a strip, or a list of the texts of an answer's tokens. A list of texts
+            has no scores and no threshold. Both arguments must have the same threshold, or none.
         names: the names of the two answers.
 
     Raises:

@@ -28,7 +28,7 @@ def lens_grid(
     positions: Sequence[int] | None = None,
 ) -> Picture:
     """A picture of the likeliest next token by position and layer. If the reader chooses a cell,
-    the picture lists all tokens of the lens for the cell.
+    the picture lists all tokens that `found` has for the cell's position and layer.
 
     Args:
         found: the lens's tokens by layer, such as `out.scope.lens["lens"]`.
@@ -38,8 +38,8 @@ def lens_grid(
             positions of the lens are shown.
 
     Raises:
-        SpecError: `found` is not a lens, a token is not a text, the tokenizer has no `decode`, or
-            the lens does not have any of the positions.
+        SpecError: `found` is not a dict of tokens by layer, an item of `tokens` is not a text, the
+            tokenizer has no `decode`, or `positions` has a wrong type or no position of the lens.
     """
     is_lens = isinstance(found, Mapping) and all(
         hasattr(one, "top") and hasattr(one, "positions") for one in found.values()
@@ -89,8 +89,8 @@ def feature_list(
         strongest: the largest number of features to show for each token.
 
     Raises:
-        SpecError: `found` is not a SparseFeatures, a token is not a text, `found` does not have any
-            of the positions, or `strongest` is below 1.
+        SpecError: `found` is not a SparseFeatures, an argument has a wrong type, `positions` has no
+            position of `found`, or `strongest` is below 1.
     """
     is_sparse = hasattr(found, "tokens") and hasattr(found, "top")
     expect(is_sparse, "found", found, "SparseFeatures, such as out.scope.features['toy']")
@@ -114,12 +114,13 @@ def feature_list(
 
 
 def _chosen(there: set[int], asked: Sequence[int] | None) -> tuple[list[int], list[Part]]:
-    """The positions to show, and a paragraph if there are more positions than are shown."""
+    """The positions to show. If `asked` is None and there are more than MOST_POSITIONS positions,
+    also a paragraph, which says how many positions are shown."""
     if asked is not None:
         found = [position for position in numbers_of(asked, "positions") if position in there]
         ends = f"are at positions {min(there)} to {max(there)}" if there else "are at no position"
         if not found:
-            raise SpecError(f"positions has none of these tokens, which {ends}.")
+            raise SpecError(f"positions contains no position with values; the values {ends}.")
         return found, []
     every = sorted(there)
     if len(every) <= MOST_POSITIONS:

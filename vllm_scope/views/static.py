@@ -4,7 +4,8 @@ report.
 Owns:  `html_of`.
 From:  parts.   To: View._repr_html_.
 
-The HTML shows the same content as scope.js, but without keyboard control and choice lists. Each
+The HTML shows the same content as scope.js, with three differences. There is no keyboard control,
+a choice is shown as sections that the reader can open, and a histogram is only its caption. Each
 token has its numbers as a title, and as text for screen readers. This text is visible while the
 token has the keyboard's focus.
 """

@@ -1,7 +1,7 @@
 """The token strip, which shows the tokens of an answer, coloured by the scores of a probe.
 
-Owns:  TokenStrip, the part and the legend of a TokenStrip.
-From:  texts and scores of tokens. To: a notebook, a file, page.
+Owns:  TokenStrip, `token_strip` (makes a TokenStrip), `score_legend`.
+From:  texts and scores of tokens.   To: a notebook, a file, views.page.
 
 Colour is never the only sign of a token's score. A token above the threshold is underlined. The
 verdict's token has a flag and a frame. Each token has its score as text.
@@ -55,7 +55,8 @@ class TokenStrip(View):
 
     @property
     def spread(self) -> float:
-        """The largest distance of a score from the middle, which has the strongest colour."""
+        """The largest distance of a finite score from the middle of the colour scale. A score at
+        this distance has the strongest colour. If there is no distance above 0, the result is 1."""
         finite = self.scores[np.isfinite(self.scores)].astype(np.float64)
         return float(np.abs(finite - (self.threshold or 0)).max(initial=0)) or 1.0
 
@@ -123,13 +124,13 @@ def token_strip(
             of an answer was sampled but not processed.
         threshold: the probe's threshold. If None, no token is marked as above the threshold.
         verdict: the position of the verdict, or the `Verdict` itself.
-        first_position: the position of `tokens[0]`. For generated tokens, the position is the
-            prompt's length.
+        first_position: the position of `tokens[0]`. If this is the first generated token, pass the
+            number of prompt tokens.
         caption: plain text above the tokens.
 
     Raises:
         SpecError: the numbers of tokens and scores disagree; the position of the verdict is outside
-            the tokens; or an argument has a wrong type or is not finite.
+            the tokens; an argument has a wrong type; or the threshold is not finite.
     """
     expect(tokens is not None, "tokens", tokens, "a list of texts")
     texts = texts_of(tokens, "tokens")

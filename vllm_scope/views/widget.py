@@ -28,8 +28,8 @@ except ImportError as error:
         "view in the notebook without a widget."
     ) from error
 
-#: The shortest time between two drawings of a changing view, in seconds and as a multiple of the
-#: time that the last drawing took.
+#: The shortest time between two drawings of a changing view: _EVERY_S seconds, or _REST times the
+#: duration of the last drawing if this is longer.
 _EVERY_S, _REST = 0.25, 10
 
 
@@ -44,7 +44,8 @@ class ScopeWidget(anywidget.AnyWidget):
         super().__init__(view=view.data())
 
     def show(self, view: View) -> None:
-        """Replace the view by another view. The item with the focus keeps the focus."""
+        """Replace the view by another view. The focus stays at the same place of the view, if the
+        new view has an item there."""
         self.view = view.data()
 
 
@@ -52,7 +53,7 @@ class ScopeWidget(anywidget.AnyWidget):
 def shown_live(make: Callable[[], View]) -> Iterator[Callable[[], None]]:
     """Show a changing view in the output of the running cell. Yields a function that the caller
     must call after each change of the view. The view is drawn at most four times a second, and at
-    the end.
+    the end of the `with` statement.
 
     Args:
         make: a function that returns the current view.

@@ -2,7 +2,7 @@
 
 plan.py        finds the program of each token of a batch
 planned.py     holds the requests with taps, as arrays
-walks.py       finds the gates' states at the start of a step
+walks.py       finds where the states of gates are, for each row of a step
 step_plan.py   finds the program and the arena slots of each row of a step
 arena.py       a ring of slots for rows in device memory
 drain.py       takes regions of the arena, and owns the thread that delivers their rows

@@ -1,13 +1,14 @@
-"""The ring of slots in device memory. Taps write rows to the ring, and the drain copies the rows
-out of the ring.
+"""The arena, a ring of slots in device memory. Taps write rows to the arena, and the drain copies
+the rows out of the arena.
 
-Owns:  the arena tensor, and the allocation of regions to steps.
-Runs:  in each worker that delivers the rows of a pipeline stage.
+Owns:  the tensor with the slots, and the allocation of regions to steps.
+Runs:  in each worker with taps; `acquire` on the worker's thread.
 From:  plan (how many slots a step needs).   To: graph.tap (writes rows), drain (copies the rows).
 
 Promise: a step can use the slots of a region again only after the region's fence. The fence follows
-the copy of the region's rows, so no row is overwritten before it is copied. If the ring is full,
-the model's stream waits on a GPU, and the worker's thread waits on a CPU.
+the copy of the region's rows, so no row is overwritten before it is copied. If the arena is full on
+a CPU, the worker's thread waits for the copy. On a GPU, the model's stream waits for the copy, and
+the worker's thread waits only until the copy is enqueued.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from vllm_scope.transport.spans import SpanRing
 
 
 class HostFence(threading.Event):
-    """An event that the drain thread sets after the copy of a region. Before the worker's thread
-    uses the region's slots again, this thread waits for the event."""
+    """An event that is set after the copy of a region. Before the worker's thread uses the region's
+    slots again, this thread waits for the event."""
 
 
 class StreamFence:
-    """A CUDA event that follows the copy of a region. The current stream waits for this event. The
-    host waits only until the copy of the region is enqueued."""
+    """A CUDA event that follows the copy of a region. After `wait`, the current stream waits for
+    this event. The host waits in `wait` only until the copy of the region is enqueued."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()

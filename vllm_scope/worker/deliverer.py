@@ -51,11 +51,12 @@ class Waiting:
 
     def may_take(self, step: Rows) -> bool:
         """True if the step can be written together with the waiting steps. The end of a request
-        must not wait for a later unfinished step, because the caller waits for it."""
+        must not wait for a later unfinished step, because the request's caller waits for the end.
+        """
         if self.ended and not (self.steps and step.is_done):
             return False
-        # Before a Keep item is processed, the store has room for the single tokens of only
-        # MOST_STEPS_KEPT steps.
+        # While a Keep item waits, the store has room for the single tokens of at most
+        # MOST_STEPS_KEPT more steps.
         late = bool(self.kept) and len(self.steps) >= MOST_STEPS_KEPT
         return not self.steps or (not late and may_join(self.steps, step))
 
@@ -199,8 +200,9 @@ class Deliverer:
             self._sink.write(RowBatch(whole, lease, self._widths, first.boundary))
 
     def _write_all_stored(self, items: Sequence[Stored]) -> None:
-        """Give stored scores to the sink. If scores are adjacent in the ring, the sink gets these
-        scores as one batch. An example is the scores of several requests that arrived together."""
+        """Give stored scores to the sink. If `stored_may_join` is True for some items, the sink
+        gets the scores of these items as one batch. Usually these are the scores of several
+        requests that arrived together."""
         run: list[Stored] = []
         try:
             for item in items:

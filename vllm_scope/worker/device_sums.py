@@ -1,14 +1,14 @@
 """The sums of one name, place and label, on the device.
 
 Owns:  DeviceSums.
-Runs:  as worker.summing.   To: batch.sums.
+Runs:  on the threads of worker.summing.   To: batch.sums.
 
 Promise: sums are float64. Products of the numbers of 16-bit rows on a GPU are exact in float32. The
 products of at most MOST_AT_ONCE such rows are added in float32 (worker.squares), and the result is
 added to the float64 sums. All other products are computed in float64. The matrix x x^T is
 symmetric. Only the numbers of x x^T on and above the diagonal, and some numbers below the diagonal,
 are computed. The argument `room` of the constructor is the memory of all vectors and matrices. The
-sums change only in torch's inference mode, which vLLM uses for its steps.
+methods `add` and `read` run in torch's inference mode, which vLLM also uses for its steps.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class DeviceSums:
 
     Attributes:
         kind: (covariance, targets).
-        missing: the same as in batch.sums.Sums.
+        missing: the number of rows that are missing from at least one of these sums, because the
+            device ran out of memory in `add` or `read`.
     """
 
     def __init__(
@@ -68,8 +69,8 @@ class DeviceSums:
         room.zero_()
 
     def lie_in(self, room: Tensor) -> None:
-        """Use the numbers in `room`, in the same order as in the constructor. Unlike the
-        constructor, this method sets no number to 0."""
+        """From now on, use `room` as the memory of the sums and of `_rows`. This method does not
+        change the bytes of `room`."""
         assert room.numel() == self.num_bytes
         covariance, targets = self.kind
         width, of_rows = self._width, num_waiting(self._width) * self.row_bytes * self.kind[0]

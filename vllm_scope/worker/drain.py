@@ -1,11 +1,12 @@
 """Moves rows from the arena through the host ring to the sink, outside the model's forward.
 
 Owns:  Drain, which has the drain thread and the items that wait for this thread.
-Runs:  `submit` and `finish_request` on the worker's thread, after the forward was enqueued.
+Runs:  `submit` and `finish_request` on the worker's thread, `submit` after the taps that write the
+       rows were enqueued. The drain thread delivers the rows.
 From:  arena, step_plan (labels).   To: filler (copies rows into transport.ring), deliverer, pace.
 
 Promise: the sink gets rows in the order of their steps. The sink's `finish` for a request is called
-after all rows of the request. If the sink is slow, the worker waits, and no rows are lost.
+after all rows of the request. If the sink is slow, the worker waits, and the drain drops no rows.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ T = TypeVar("T")
 #: If the waiting rows have more bytes than this number, the drain thread ends a long rest
 #: (pace.LINGER_UNSEEN_S).
 MOST_UNSEEN_BYTES = 8 << 20
-#: The longest time, in seconds, that another thread waits for the drain thread.
+#: The longest time, in seconds, that `of_sums`, `settle` and `_wait_for_sums` wait for the drain
+#: thread.
 ANSWER_S = 300.0
 
 
@@ -67,15 +69,15 @@ class Drain:
     Args:
         watch: If the watch has requests, the drain gives the rows of each step to the watch.
         store: The store collects scores from the rows of each step, on the drain thread.
-        saes: The SAEs that the worker holds, by name.
+        saes: The same as for Packer.
         moments_bytes: The number of bytes of device memory for the sums of Moments.
         joins: True if heads are applied to the rows of several steps together. A GPU then needs
             fewer launches, and reads the weights of a held SAE one time for all these steps. If
             None, `joins` is True on a GPU and False on a CPU.
 
     Attributes:
-        defers: True on a GPU. On a GPU, the scores of `submit_stored` wait until `nudge` is called,
-            unless the watch has requests.
+        defers: True on a GPU. On a GPU, `submit_stored` does not wake the drain thread, unless the
+            watch has requests. `nudge` later wakes the thread.
 
     Main methods: `add_request`, `submit` (delivers the rows of a region), `finish_request`,
     `close`.
@@ -99,8 +101,8 @@ class Drain:
         self._summing, self._stream = self.filler.summing, self.filler.stream
         self._deliverer = Deliverer(self.filler, ring, sink, widths, store)
         self._pace = Pace()
-        # Each waiting step has a lease of the ring, so the size of the ring limits the number of
-        # waiting steps.
+        # Each waiting step with rows for the sink has a lease on slots of the ring, so the size of
+        # the ring limits the number of these steps.
         self._items: deque[Item] = deque()
         self._closing = False
         #: If more than `_most_unseen` slots of the arena or the ring wait for the drain thread, the
@@ -136,8 +138,8 @@ class Drain:
             self._stream.warm(call)
 
     def follow(self, key: int) -> None:
-        """Until this request ends, deliver rows soon after they are computed, because the request's
-        caller reads rows while the request runs."""
+        """Until this request ends, deliver rows soon after they are computed. A request is followed
+        if its caller reads rows meanwhile, or if a sink other than `memory` gets its rows."""
         self._pace.follow(key)
 
     def finish_request(self, key: int, error: str | None = None) -> None:
@@ -157,8 +159,9 @@ class Drain:
         """Record how many tokens of each request with Moments are accepted.
 
         Args:
-            num_tokens: Maps the key of a request to the number of the request's tokens that were
-                accepted when EngineCore scheduled the next step.
+            num_tokens: Maps the key of a request to the number of the request's tokens (prompt and
+                generated) that were accepted when EngineCore scheduled the next step, or when the
+                request ended.
         """
         self._in_order(partial(self._accept, num_tokens))
 
@@ -167,16 +170,17 @@ class Drain:
             self._summing.accept(key, count)
 
     def _in_order(self, call: Callable[[], None]) -> None:
-        """Call a function after all submitted rows have been added to sums. On a GPU, `submit` has
-        already enqueued these additions, so the function is called now."""
+        """Call a function after all submitted rows were given to the sums. On a GPU, `submit` has
+        already done this, so the function is called now."""
         if self._stream.is_cuda:
             call()
         else:
             self.later(call)
 
     def of_sums(self, call: Callable[[Summing], T]) -> T:
-        """Call a function with the sums, after all submitted rows were added to the sums. Returns
-        the function's result. Raises TimeoutError if the result is not there after ANSWER_S."""
+        """Call a function with the sums, after all submitted rows were given to the sums. Returns
+        the function's result. On a CPU, raises TimeoutError if the drain thread has not called the
+        function after ANSWER_S seconds."""
         if self._stream.is_cuda:
             with self._stream.entered():
                 return call(self._summing)
@@ -243,9 +247,9 @@ class Drain:
     def submit_stored(self, labels: Labels, write: Callable[[Lease], bool]) -> None:
         """Deliver the scores that the store kept for cached tokens.
 
-        On a CPU, the drain thread wakes up at once. On a GPU, if no watch has requests, the drain
-        thread stays asleep until `nudge`. If the drain thread woke up before `nudge`, it would
-        delay the worker's thread, which launches the model next.
+        On a CPU, or if the watch has requests, this method wakes the drain thread. Otherwise the
+        drain thread is left asleep until `nudge`. If the drain thread woke up before `nudge`, it
+        would delay the worker's thread, which launches the model next.
 
         Args:
             labels: The labels of the tokens. All tokens have one layout.
@@ -271,7 +275,7 @@ class Drain:
     def nudge(self) -> None:
         """Let the drain thread deliver stored scores. If the drain thread sleeps, the thread wakes
         up at once. If the drain thread is in a long rest, the thread ends this rest only if many
-        slots wait, or if a caller reads rows of a running request. Call this method after the
+        slots wait, or if a running request is followed (`follow`). Call this method after the
         launch of the step that computes the other tokens of the requests with these scores. The
         drain thread then works while the device computes these tokens."""
         if not self._unseen_scores:
@@ -313,8 +317,8 @@ class Drain:
 
     def begin_launch(self) -> None:
         """Call this method before the launch of the model. On a GPU, the drain thread then starts
-        no work until `end_launch` is called. There are two exceptions: another thread waits for the
-        drain thread, or the launch takes longer than pace.MOST_LAUNCH_S."""
+        no work until `end_launch` is called. There are two exceptions: another thread calls
+        `hurry`, or the drain thread has waited pace.MOST_LAUNCH_S seconds for the end."""
         if self._stream.is_cuda:
             self._pace.begin_launch()
 
@@ -327,8 +331,9 @@ class Drain:
         self._pace.hurry()
 
     def settle(self) -> None:
-        """Wait at most ANSWER_S until heads were applied to all submitted rows. The caller can then
-        change weights that heads read on the device, such as the model's unembedding."""
+        """Wait until heads were applied to all submitted rows, but at most ANSWER_S seconds for the
+        drain thread. The caller can then change weights that heads read on the device, such as the
+        model's unembedding."""
         if not self._thread.is_alive():
             return
         done = threading.Event()
@@ -388,7 +393,7 @@ class Drain:
         self._unfilled = False
 
     def close(self) -> None:
-        """Deliver all waiting rows, then stop the drain thread."""
+        """Deliver all waiting rows, then stop the drain thread. Wait at most 30 seconds."""
         if self._thread.is_alive():
             self._closing = True
             self.hurry()

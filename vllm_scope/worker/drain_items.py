@@ -2,7 +2,8 @@
 
 Owns:  the items (Rows, Finish, Stored, Collect, Keep, Forget), and `may_join`, `adjacent`,
        `joined`.
-Runs:  on the drain thread. `true_labels` also runs on the threads of the watch.
+Runs:  on the drain thread. `true_labels` also runs on the threads of the watch, and `adjacent` on
+       the threads of Filler.fill_waiting.
 To:    drain, filler, deliverer.
 """
 
@@ -36,10 +37,10 @@ class Rows(msgspec.Struct, frozen=True, eq=False):
         boundary: the same as in sinks.RowBatch.
         region: the region of the arena that has the rows. None if the rows are already in the ring,
             or if taps write the rows to the ring.
-        copied: on a GPU, the event after which the rows are in the ring. None if the drain thread
-            copies the rows.
-        positions: int64 [num_rows], the actual positions of the batch's rows. None if the positions
-            in `labels` are correct.
+        copied: the event after which the rows are in the ring. None on a CPU, or if the drain
+            thread copies the rows.
+        positions: int64 [num_rows] in host memory, the actual positions of the batch's rows. None
+            if the positions in `labels` are correct.
         tapped: the event after which the rows are in the region. None on a CPU, or if the drain
             thread does not copy the rows.
         watched: True if the watch waits for `copied`. In this case, no later step may reuse the
@@ -152,9 +153,10 @@ def _lie_as_one(run: Sequence[Rows] | Sequence[Stored], item: Rows | Stored) -> 
 
 
 def adjacent(steps: Sequence[Rows], joins: bool) -> Iterator[list[Rows]]:
-    """Divide a list of steps into runs of adjacent steps. `may_join` must be True for these steps.
-    Heads can be applied to all rows of a run together, because the rows are adjacent in the arena
-    and in the ring, and no row is added to sums."""
+    """Divide a list of steps into runs of adjacent steps. If `joins` is False, each run has one
+    step. `may_join` must be True for these steps. Heads can be applied to all rows of a run
+    together, because the rows are adjacent in the arena and in the ring, and no row is added to
+    sums."""
     run: list[Rows] = []
     for step in steps:
         if run and not (joins and _follows(run[-1], step)):

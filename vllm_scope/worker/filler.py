@@ -6,10 +6,10 @@ Runs:  `copy` and `put_off` on the worker's thread, `fill_waiting` on the drain 
        a watch needs the rows of a step, `fill_waiting` runs on the worker's thread.
 From:  drain, deliverer.   To: packer, summing, the leases.
 
-On a GPU, a small step with probes on rows, features or a lens is deferred (`put_off`). The drain
-thread later copies the rows of several deferred steps together. The device then needs fewer
-launches, and reads large weights one time for all of these steps. The worker's thread copies the
-rows of all other steps.
+On a GPU, a small step is usually deferred (`put_off`) if it has features, a lens, or probes that no
+tap computes, and if no watch needs its rows. The drain thread later copies the rows of several
+deferred steps together. The device then needs fewer launches, and reads large weights one time for
+all of these steps. The worker's thread enqueues the copies of all other steps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Filler:
     """Fills leases of the ring with rows of the arena, or with the results of heads.
 
     Args:
-        saes: The SAEs that the worker holds, by name.
+        saes: The same as for Packer.
         moments_bytes: The number of bytes of device memory for the sums of Moments.
         joins: True if heads are applied to the rows of several steps together. If None, `joins` is
             True on a GPU and False on a CPU.
@@ -52,7 +52,7 @@ class Filler:
             The function must stop keeping the scores of these requests.
 
     Attributes:
-        failed: maps the key of a running request for which a head failed to the request's error.
+        failed: the errors of running requests for which a head has failed, by the request's key.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Filler:
         """True if, on a GPU, the drain thread should copy this step together with other steps.
 
         The step must be small, and the number of waiting slots must stay within a limit. Heads must
-        multiply the step's rows by weights. No row may be added to sums."""
+        multiply some of the step's rows by weights. No row may be added to sums."""
         return (
             self._joins
             and region.num_slots <= self._most_put_off // 8
@@ -173,7 +173,7 @@ class Filler:
         positions: Tensor | None,
     ) -> tuple[torch.cuda.Event | None, Tensor | None]:
         """Enqueue the copy of a region to its lease. Returns the event after the copy (None if the
-        rows are lost), and a copy of the positions on the host."""
+        rows are lost), and a copy of `positions` on the host (None if `positions` is None)."""
         if positions is not None:
             positions = to_host(positions)
         # If rows are added to sums, later steps query this event. The next step must then use
@@ -210,7 +210,8 @@ class Filler:
             lease.slots.copy_(self._arena.view(region).view(torch.uint8), non_blocking=True)
 
     def _fail(self, keys: Collection[int]) -> None:
-        """Let these requests end with an error, and stop keeping their scores."""
+        """Record the error that these requests will have when they end, and stop keeping their
+        scores."""
         self.failed.update(dict.fromkeys(keys, HEAD_FAILED))
         self._forget(keys)
 

@@ -3,8 +3,8 @@
 Owns:  DeviceSae (the encoder of one SAE on the device), `hold_saes`, and PairMaker (the protocol of
        DeviceSae and DeviceLens).
 Runs:  in workers that have a drain. SAEs are loaded when the worker starts. The drain thread
-       computes features. For large steps on a GPU, the worker's thread enqueues the computation of
-       features on the drain's stream.
+       computes features. On a GPU, for steps that are not deferred (worker.filler), the worker's
+       thread enqueues the computation of features on the drain's stream.
 From:  saes.sae.   To: packer.
 
 Promise: the host never waits for the device. Products of rows and weights need about 2 * MOST_BYTES
@@ -93,10 +93,11 @@ class PairMaker(Protocol):
 
 class DeviceSae:
     """The encoder of one SAE. For a row x with s = x . weight + bias, a feature is s if s >
-    threshold, else 0.
+    threshold, else 0. The threshold is 0 if the SAE has no thresholds.
 
     Args:
-        dtype: The dtype of rows. Weights are rounded to this dtype. Sums are float32.
+        dtype: The dtype of rows. If `fp8` is False, weights are rounded to this dtype. Sums are
+            float32.
         fp8: True if weights are float8_e4m3fn with a float32 scale for each feature (the format of
             codecs.scaled.Fp8). Parts of the weights are converted to the dtype of rows, without
             rounding, when they are used.

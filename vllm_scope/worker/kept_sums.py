@@ -105,7 +105,7 @@ class KeptSums:
         return list(dict.fromkeys([*self._sums, *self._missing]))
 
     def read(self, key: Key) -> Packed | None:
-        """The sums of a key so far; None if the key has no rows."""
+        """The sums of a key so far; None if the key has no sums and no missing rows."""
         if key in self._sums:
             found = self._sums[key][0].read()
         elif key in self._missing:

@@ -24,7 +24,8 @@ def maxima(products: Tensor, bias: Tensor, threshold: Tensor | None, group: int)
 
     Args:
         products: float32 [num_rows, d_sae], contiguous, without the bias.
-        bias, threshold: float32 [d_sae]. A feature at or below its threshold is 0.
+        bias, threshold: float32 [d_sae]. A feature at or below its threshold is 0. `threshold` is
+            None if the SAE has no thresholds.
         group: a power of two that divides d_sae.
     """
     num_rows, width = products.shape

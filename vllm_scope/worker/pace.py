@@ -1,17 +1,19 @@
 """Decides when the drain thread processes its waiting items.
 
 Owns:  Pace.
-Runs:  `look`, `rest` and `sleep` on the drain thread, the other methods on any thread.
+Runs:  `await_launch`, `look`, `rest` and `sleep` on the drain thread, the other methods on other
+       threads.
 
-The drain thread delivers several steps at a time. After the thread has delivered steps, it usually
-rests for LINGER_S. If a request has ended, this rest is shorter, because the request's caller waits
-for the last rows. The drain thread shares the GIL with the thread that launches the model. When the
-drain thread woke up for each step of 1 ms, the launching thread lost a third of its speed (measured
-on an H200, with the shape of a 0.5B model). On a GPU, the drain thread therefore starts no work
-during a launch. A caller follows a request if the caller reads rows while the request runs. If no
-request is followed, rows and scores can wait longer. Longer waits save time of the front-end: a
-message with the rows of one step takes 0.6 ms, and a message with the rows of 16 steps takes 0.7 to
-0.9 ms (measured with 16 requests, on two busy cores).
+The drain thread delivers several steps at a time. A request is followed if its caller reads rows
+while the request runs, or if a sink other than `memory` gets its rows. After the thread has
+delivered steps, it usually rests for LINGER_S if a request is followed, else for LINGER_UNSEEN_S.
+If a request has ended, this rest is shorter, because the request's caller waits for the last rows.
+The drain thread shares the GIL with the thread that launches the model. When the drain thread woke
+up for each step of 1 ms, the launching thread lost a third of its speed (measured on an H200, with
+the shape of a 0.5B model). On a GPU, the drain thread therefore starts no work during a launch.
+Longer rests save time of the front-end: a message with the rows of one step takes 0.6 ms, and a
+message with the rows of 16 steps takes 0.7 to 0.9 ms (measured with 16 requests, on two busy
+cores).
 """
 
 from __future__ import annotations
@@ -20,18 +22,18 @@ import threading
 import time
 from collections.abc import Callable
 
-#: How long rows can wait for the next step's rows, if a caller reads rows of a running request.
+#: How long the drain thread rests if a request is followed. The rest can be longer; see REST.
 LINGER_S = 0.004
-#: How long rows can wait for the rows of later steps, if no caller reads rows of a running request.
+#: How long the drain thread rests if no request is followed, and no other thread ends the rest.
 LINGER_UNSEEN_S = 0.08
-#: How long the last rows of a request can wait.
+#: How long the drain thread rests if a request has ended. The rest can be longer; see REST.
 LINGER_AT_END_S = 0.002
 #: The longest time that the drain thread waits for the end of a launch.
 MOST_LAUNCH_S = 0.05
 #: For each second of work, the drain thread owes REST seconds of rest. If the thread owes more than
 #: MOST_OWED_S, it rests for LINGER_AT_END_S to MOST_REST_S each time, even if a request has ended.
-#: The rest has an upper limit, because a worker that needs room in a ring waits for the thread. If
-#: the thread owes less, the end of a request ends the rest.
+#: This rest has an upper limit, because a worker that needs room in the arena or in the ring waits
+#: for the thread. If the thread owes less, the end of a request ends the rest.
 REST, MOST_REST_S, MOST_OWED_S = 4, 0.04, 0.2
 
 
@@ -52,26 +54,26 @@ class Pace:
         #: `_soon`: the thread should process items soon. `_now`: the thread should process items at
         #: once.
         self._ended, self._soon, self._now = (threading.Event() for _ in range(3))
-        #: This event is not set between the calls of `begin_launch` and `end_launch`.
+        #: `begin_launch` clears this event, and `end_launch` and `hurry` set this event.
         self._between_launches = threading.Event()
         self._between_launches.set()
-        #: Keys of followed requests: running requests whose callers read values as they arrive.
+        #: The keys of the running requests that are followed.
         self._followed: set[int] = set()
 
     @property
     def is_followed(self) -> bool:
-        """True if a caller reads rows of a running request."""
+        """True if a running request is followed."""
         return bool(self._followed)
 
     def follow(self, key: int) -> None:
-        """Let the drain thread process items every LINGER_S until this request ends. The request's
-        caller reads rows as they arrive."""
+        """Follow a request. Until the request ends, the drain thread usually rests for LINGER_S
+        instead of LINGER_UNSEEN_S."""
         if not self._followed:
             self._soon.set()  # ends a longer rest
         self._followed.add(key)
 
     def unfollow(self, key: int) -> None:
-        """Record that the caller does not read arriving rows of this request any more."""
+        """Record that this request is not followed any more."""
         self._followed.discard(key)
 
     def ended(self) -> None:
@@ -91,8 +93,8 @@ class Pace:
 
     def begin_launch(self) -> None:
         """Let the drain thread start no work until `end_launch`. The worker's thread launches the
-        model in hundreds of operations. Each operation releases the GIL. The worker's thread would
-        then have to wait until the drain thread releases the GIL."""
+        model in hundreds of operations. Each operation releases the GIL. If the drain thread
+        worked, the worker's thread would have to wait each time until it gets the GIL again."""
         self._between_launches.clear()
 
     def end_launch(self) -> None:
@@ -100,8 +102,8 @@ class Pace:
             self._between_launches.set()
 
     def await_launch(self) -> None:
-        """Wait for the end of a launch. If `hurry` was called since the drain thread last processed
-        items, return at once, even if the launch began after that call."""
+        """Wait for the end of a launch, at most MOST_LAUNCH_S. If `hurry` was called since the last
+        `look`, return at once, even if the launch began after the call of `hurry`."""
         if not self._now.is_set():
             self._between_launches.wait(MOST_LAUNCH_S)
 
@@ -127,7 +129,7 @@ class Pace:
         """Rest, so that several items collect before the drain thread processes items again.
 
         Args:
-            worked_s: The CPU time, in seconds, for the items that were processed last.
+            worked_s: The CPU time, in seconds, that the last items took on this thread.
         """
         earned = REST * worked_s
         now = time.monotonic()

@@ -1,9 +1,10 @@
 """Gathers the rows of a region of the arena, and applies heads to the rows.
 
-Owns:  Packer, which has the slots in the batch for each row of a region, and the weights of heads.
-Runs:  `hold` and `num_slots` on the worker's thread, `release_all` on the drain thread. On a CPU,
-       and for deferred steps, `pack` runs on the drain thread, else on the worker's thread.
-       Work on a GPU is enqueued on the drain's stream.
+Owns:  Packer, which decides the slots in the batch for each row of a region, and which holds the
+       weights of heads.
+Runs:  `hold` and `num_slots` on the worker's thread, `release_all` on the drain thread, `pack` on
+       the threads on which worker.filler fills leases. Work on a GPU is enqueued on the drain's
+       stream.
 From:  filler.   To: codecs.packed, probe_bank, held_saes, lens.
 
 Promise: the host never waits for the device. The number of kernel launches depends on the number of
@@ -48,7 +49,8 @@ CHUNK_BYTES = 16 << 20
 MOST_PROJECTIONS = 8
 #: The first three fields of a _Move.
 _Kind = tuple[Head | tuple[Bank, ...] | None, int, int]
-#: Maps a `_Kind` to pairs: the first slots of rows in the region, and in the chunk.
+#: Maps a `_Kind` to pairs: the first slots of rows in the region, and in the chunk. In
+#: `_uniform_chunks`, both are counted from the first slot of a token.
 _Found = dict[_Kind, list[tuple[Ints, Ints]]]
 
 
@@ -127,7 +129,7 @@ class _Sized:
 
 @dataclass(frozen=True)
 class _Plan(_Sized):
-    """The moves for a step. Later steps with the same layouts use the same moves."""
+    """The moves for a step. Later steps for which `is_for` is True use the same moves."""
 
     chunks: list[_Chunk]
 
@@ -194,8 +196,8 @@ class Packer:
         if len(running | large) > MOST_PROJECTIONS:
             raise CapacityError(
                 f"running requests use {len(running)} projections of rp8, and this request needs "
-                f"{len(large - running)} more; at most {MOST_PROJECTIONS} at a time. Use the "
-                "same k and seed, or send the request again later."
+                f"{len(large - running)} more; at most {MOST_PROJECTIONS} are possible at a time. "
+                "Use the k and seed of a running request, or send the request again later."
             )
         try:
             with self.entered():
@@ -348,6 +350,7 @@ class Packer:
         Args:
             first, step: The first token's first slot, and the number of slots of a token.
             parts: For each part, the first slots of its rows, counted from the token's first slot.
+                A part has raw rows of one size, or the rows or results of one head.
         """
         if len({len(part) for part in parts}) == 1:
             grid = Grid.of(first, num_tokens, step, np.array(parts))
@@ -417,7 +420,7 @@ class Packer:
 
 
 def _in_order(moves: Sequence[_Move]) -> bool:
-    """True if there is only one move, and its targets are ascending."""
+    """True only if there is one move, and its targets are ascending and at regular distances."""
     (one,) = moves if len(moves) == 1 else (None,)
     return one is not None and isinstance(one.targets, Grid) and one.targets.shape[0] == 1
 

@@ -6,8 +6,10 @@ From:  program.compiler (for each request), engine.worker.runners (StepBatch).
 To:    step_plan (puts the rows in order).
 
 Promise: a plan depends only on the requests and the batch. If no request has taps, a step needs
-only one test of a dict. All decode rows are planned together, with numpy. Python code for single
-requests runs only for prompt tokens, and for selectors that pick single generated tokens.
+only one test of a dict. Requests that have one program for all their tokens, from the step's first
+token on, are planned together, with numpy. Python code plans all other requests one by one: usually
+requests that still compute prompt tokens, and requests with selectors that pick single generated
+tokens.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Owns:  DeviceBank (the weights of one bank), DeviceStack (the weights of several similar banks),
        Banks (the banks that requests hold).
 Runs:  in workers that have a drain. The worker's thread loads weights. The drain thread computes
-       the numbers of nets. For large steps on a GPU, the worker's thread enqueues this computation
-       on the drain's stream.
+       the numbers of nets. On a GPU, for steps that are not deferred (worker.filler), the worker's
+       thread enqueues this computation on the drain's stream.
 From:  request.nets (weights).   To: packer.
 
 Promise: one matrix product in float32 computes the first layers of all nets of a bank. The weights
@@ -32,7 +32,7 @@ from vllm_scope.worker.side_stream import Entering
 IDLE_BYTES = 64 << 20
 #: A bank with more bytes of weights than this number is not copied into a stack.
 MOST_STACKED = 1 << 20
-#: The largest number of bytes of weights in all cached stacks.
+#: The largest number of bytes of weights in all cached stacks. A single stack can have more bytes.
 MOST_STACK_BYTES = 64 << 20
 #: The result of one product has at most this many bytes. If the outputs of all first layers have
 #: more bytes, the rows are divided into several products.
@@ -89,8 +89,8 @@ class DeviceBank:
 
     @property
     def shape(self) -> tuple[int, int, bool]:
-        """The width of a row, the number of numbers that the bank computes from a row, and whether
-        the bank has biases."""
+        """The width of a row, the number of outputs of all first layers, and whether a first layer
+        has a bias."""
         return (*self.weight.shape, self.bias is not None)
 
     @staticmethod

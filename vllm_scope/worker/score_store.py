@@ -70,7 +70,7 @@ class _Run:
 
     def of(self, wanted: Ints) -> Bytes | None:
         """The bytes of the tokens at consecutive positions; None if these tokens are not
-        consecutive in `data`."""
+        consecutive in `data`, or if `data` has only some bytes of each token."""
         first = int(wanted[0] - self.positions[0])
         here = slice(first, first + len(wanted))
         if self.slots is not None or first < 0 or not np.array_equal(self.positions[here], wanted):

@@ -33,7 +33,7 @@ class SummedRequest:
         places: for each action, a dict that maps each point to its place.
         added: maps (index of an action, point) to a position. Rows of this action and point at
             smaller positions are ignored.
-        accepted: the number of tokens that were accepted so far.
+        accepted: the number of prompt and generated tokens that were accepted so far.
         over: True if the request has ended.
     """
 

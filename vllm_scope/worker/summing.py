@@ -1,9 +1,9 @@
 """Adds rows to sums by label, on the device.
 
-Owns:  Summing, which has the sums, and the rows of running requests that wait.
-Runs:  in workers that have a drain. On a CPU, `add` runs on the drain thread. On a GPU, `add` runs
-       on the worker's thread, and the work is enqueued on the drain's stream. All other methods can
-       run on both threads.
+Owns:  Summing, which has the sums, and the waiting rows of running requests.
+Runs:  in workers that have a drain. On a CPU, `add` runs on the drain thread, or on the worker's
+       thread if a watch needs the step's rows. On a GPU, `add` runs on the worker's thread, and the
+       work is enqueued on the drain's stream. All other methods can run on both threads.
 From:  filler, drain.   To: kept_sums.
 
 Promise: for each action, the row at each position of a request is added at most one time, and only
@@ -42,12 +42,12 @@ from vllm_scope.worker.summed_rows import Key, Owners, StepRows, SummedRequest, 
 logger = logging.getLogger("vllm.vllm_scope")
 
 #: The largest number of bytes of raw rows in one addition: 8,192 rows of 4,096 16-bit numbers. For
-#: smaller additions, a GPU needs more time to start the kernel than to add the rows.
+#: much smaller additions, a GPU needs more time to start the kernel than to add the rows.
 CHUNK_BYTES = 64 << 20
-#: Rows of generated tokens wait until their tokens are accepted. `_settle` checks the waiting rows
-#: in three cases: these rows have more than MOST_BYTES, more than MOST_STEPS steps have added
-#: waiting rows since the last check, or more than MOST_STEPS requests have ended since the last
-#: check.
+#: Rows of generated tokens wait until their tokens are accepted. `add` calls `_settle` in three
+#: cases: the waiting rows have more than MOST_BYTES, more than MOST_STEPS steps have added waiting
+#: rows since the last `_settle`, or more than MOST_STEPS requests have ended since the last
+#: `_settle`.
 MOST_BYTES, MOST_STEPS = 64 << 20, 256
 
 
@@ -142,8 +142,8 @@ class Summing:
                     except Exception:
                         logger.exception("vllm-scope: rows could not be added to their sums")
                         self._lose(head.number, points, self._owners(step.keys, head.number))
-            # Positions are marked after all layouts, because the positions of several layouts are
-            # in any order.
+            # Positions are marked after all layouts, because a mark excludes all smaller positions,
+            # and the tokens of a later layout can have smaller positions.
             for mark in reached:
                 mark()
             if len(self._waiting) > num_waiting and labels is not self._last_step:

@@ -1,13 +1,14 @@
-"""Finds the states of gates at the start of a step, for each row.
+"""Finds, for each row of a step, where the log has the states of the request's gates.
 
 Owns:  Walks.
 Runs:  in every worker, before the forward, on the CPU. No method waits for the device.
 From:  plan (requests and positions), core.admission (the requests' ranges of the log).
 To:    tap.tables (the walks of the rows).
 
-Promise: a gate has only one state at each position. A step starts after the last accepted token.
-Therefore all positions before the step have their final states. If a preempted request starts
-again, all its tokens except the last token have states in the log, which are not computed again.
+Promise: a gate has only one state at each position. All tokens of a request before the request's
+first row in a step are accepted. Therefore the states at the positions of these tokens are final.
+If a preempted request starts again, all generated tokens that it has then, except the last token,
+have states in the log, which are not computed again.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Walks:
             self._walks[index, WIDTH] = 0
 
     def resume(self, index: int, num_tokens: int) -> None:
-        """Record that a preempted request starts again. All tokens of the request except the last
-        token were computed before, and have states in the log."""
+        """Record that a preempted request starts again with `num_tokens` tokens. All generated
+        tokens except the last token were computed before, and have states in the log."""
         if index in self._requests:
             self._walks[index, KNOWN] = num_tokens - 1
 

@@ -8,8 +8,8 @@ From:  drain (each step's rows).   To: engine.core.verdicts.
 
 Promise: the watch and the front-end find the same verdicts in the same scores (batch.readout). The
 scores of each position are read one time, in the order of positions. If a position is computed
-again, its new scores are not read. The scores of a token that can be rejected are not read before
-the next step.
+again after its scores were read, its new scores are not read. The scores of a token that can be
+rejected are not read before the request's next step.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class _Probe:
     told: bool = False
 
     def wants(self, positions: Ints, num_prompt: int, seen: bool) -> NDArray[np.bool_]:
-        """bool [n]: True for tokens that the probe scores. A watched probe scores all prompt
-        tokens, all generated tokens, or all tokens.
+        """bool [n]: True for tokens whose scores must be read for this probe. A watched probe
+        scores all prompt tokens, all generated tokens, or all tokens.
 
         Args:
             seen: True if a policy sees the probe's values.
