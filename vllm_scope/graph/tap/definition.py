@@ -52,8 +52,8 @@ NUM_TOKEN_COLUMNS = 8
 NUMBER, ACTS = range(2)
 NUM_TAP_COLUMNS = 4
 WORDS_PER_SLOT = SLOT_BYTES // 4
-#: A fault is the tap's number + 1. If OP_CHECK found the fault in a row that the same tap did not
-#: edit, the fault also has the bit CHECKED.
+#: A tap reports a fault as a number, which is the tap's own number + 1. If OP_CHECK found the fault
+#: in a row that the same tap did not edit, the number also has the bit CHECKED.
 CHECKED = 1 << 30
 
 
