@@ -60,8 +60,8 @@ class Mix:
         return len(self._slots) + self.num_drawn * self._size
 
     def slots(self, start: int, stop: int) -> Ints:
-        """The slots of the rows `start` to `stop` - 1. `start` must be at least `num_writable` minus
-        the number of slots, because the slots of earlier rows are used again."""
+        """The slots of the rows `start` to `stop` - 1. `start` must be at least `num_writable`
+        minus the number of slots, because the slots of earlier rows are used again."""
         found: Ints = self._slots[np.arange(start, stop) % len(self._slots)]
         return found
 
