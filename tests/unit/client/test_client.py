@@ -28,6 +28,7 @@ from vllm_scope.client.transport import Events
 from vllm_scope.control import Decided
 from vllm_scope.request.media import BINARY
 from vllm_scope.server import encode
+from vllm_scope.sweeps import LogitDifference, Sweep
 from vllm_scope.vectors import SteeringModule, from_bytes, to_bytes
 
 ROWS = torch.randn(3, 4)
@@ -408,6 +409,13 @@ def test_streams_of_both_clients_are_the_same():
         assert (one.scope is None) == (other.scope is None)
 
 
+def test_a_sweep_whose_stream_has_no_event_is_an_error():
+    sweep = Sweep(np.zeros((1, 4)), metric=LogitDifference(1, 2))
+    for run in both(lambda client: client.sweep("a", sweep)):
+        with pytest.raises(ScopeError, match="the server ended the sweep without a table"):
+            run(Server(sweeps=sse()))
+
+
 def test_each_chunk_knows_which_features_were_read_though_the_first_one_alone_says_it():
     def event(index, position, **more):
         told = {"spans": [[position, position + 1]], "indices": [[]], "values": [[]]} | more
@@ -622,6 +630,24 @@ def test_modules_and_edits_carry_the_operators_key():
     assert all(r.headers["x-scope-admin-key"] == "op" for r in server.requests)
     client.edits()
     assert "x-scope-admin-key" not in server.requests[-1].headers
+
+
+@pytest.mark.parametrize(
+    ("actions", "words"),
+    [
+        pytest.param([], r"no edit; give at least one, or call clear_edits\(\)", id="nothing"),
+        pytest.param([Read("resid_post")], "has Read.* must be an edit .Add, Ablate", id="a-read"),
+        pytest.param([Add("m"), Probe(np.ones(4), layer=1, name="p")], "has Probe", id="a-probe"),
+        pytest.param([Policy("p")], "has Policy", id="a-policy"),
+        pytest.param([Add("m"), "m"], "has 'm'; each argument must be", id="a-name"),
+    ],
+)
+def test_set_edits_refuses_what_is_no_edit_and_leaves_the_servers_edits(actions, words):
+    for run in both(lambda client: client.set_edits(*actions)):
+        server = Server(edits={})
+        with pytest.raises(SpecError, match=f"set_edits.*{words}"):
+            run(server)
+        assert server.requests == []
 
 
 def test_requests_with_moments_carry_the_operators_key_and_others_do_not():
