@@ -207,6 +207,27 @@ def test_a_file_says_which_features_were_read_if_its_server_did(metadata, asked)
         parse_file(safetensors.torch.save(named, {"scope": "{"}))
 
 
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        pytest.param(
+            ["features.f", "features.f.positions", "features.f.tokens"],
+            "the tensor 'features.f' without its indices", id="features",
+        ),
+        pytest.param(["lens.l.2", "lens.l.2.positions"], "without its token_ids", id="lens"),
+        pytest.param(
+            ["lens.l", "lens.l.positions", "lens.l.token_ids"], "has the layer 'l'", id="no-layer"
+        ),
+        pytest.param(["rows", "rows.positions"], "'rows' has the layer ''", id="one-word"),
+        pytest.param(["embed.x", "embed.x.positions"], "'embed.x' has the layer 'x'", id="no-number"),
+    ],
+)  # fmt: skip
+def test_a_file_of_another_form_is_refused(names, words):
+    none = torch.zeros(0, dtype=torch.int64)
+    with pytest.raises(ScopeError, match=words):
+        parse_file(safetensors.torch.save(dict.fromkeys(names, none)))
+
+
 def test_tokens_of_a_lens_are_by_layer():
     told = {"name": "n.m", "layer": 3, "spans": [[3, 5]], "token_ids": [[7, 2], [2, 0]]}
     told["log_probs"] = [[-0.5, -1], [-0.25, None]]
