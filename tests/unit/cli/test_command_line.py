@@ -137,11 +137,23 @@ def test_a_wrong_key_is_told_with_the_option_that_has_it(monkeypatch, capsys):
     assert said == "HTTP 401: Unauth; give the server's key with --api-key, or as VLLM_API_KEY."
 
 
-def test_a_server_without_vllm_scope_ends_with_a_sentence(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(
+            lambda server: command.read(server, "a", "embed", "all", "all", None), id="read"
+        ),
+        pytest.param(lambda server: steering.steer(server, "a", "happy", [1.0]), id="steer"),
+    ],
+)
+def test_a_server_without_vllm_scope_ends_with_a_sentence(run, monkeypatch, capsys):
     answering(monkeypatch)
-    with pytest.raises(SystemExit):
-        command.read(Server("http://x", None, 4, 0.0), "a", "embed", "all", "all", None)
-    assert "http://x sent no rows; it is a server without vllm-scope." in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        run(Server("http://x", None, 4, 0.0))
+    assert ended.value.code == 1
+    said = capsys.readouterr().out
+    assert said.startswith("http://x ignored the actions of the request; it is a server without")
+    assert "b]" not in said  # the text is not shown, because it is not steered
 
 
 def test_a_models_text_is_printed_as_it_is(monkeypatch, capsys):
