@@ -13,11 +13,12 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
+from tests.unit.saes.published import D_IN, standard
 from vllm_scope import SpecError
 from vllm_scope.analysis.probes import load_probe
 from vllm_scope.cli import read as command
 from vllm_scope.cli import steer as steering
-from vllm_scope.cli import watch
+from vllm_scope.cli import doctor, watch
 from vllm_scope.cli.doctor import sentence_of
 from vllm_scope.cli.remote import Server, asking
 from vllm_scope.cli.steer import _additions
@@ -242,3 +243,25 @@ def test_an_address_that_is_no_url_ends_with_a_sentence(capsys):
 )  # fmt: skip
 def test_an_error_of_the_engine_becomes_a_sentence(error, sentence):
     assert sentence_of(error) == sentence
+
+
+@pytest.mark.parametrize(
+    ("width", "status", "said"),
+    [
+        pytest.param(D_IN, 0, "SAE a: 11 features of resid_post 12", id="of-this-model"),
+        pytest.param(
+            8,
+            2,
+            "is of rows of 6 numbers; this model's rows of resid_post have 8.",
+            id="of-another",
+        ),
+    ],
+)
+def test_doctor_compares_the_width_of_an_sae_with_the_rows_of_its_site(
+    width, status, said, tmp_path, capsys
+):
+    sites = {"resid_post": SimpleNamespace(width=width)}
+    report = SimpleNamespace(sites=sites, dtype="float32", hidden_size=99)
+    path = str(standard(tmp_path).path)
+    assert doctor._say_saes(Console(width=200), report, {"a": path}) == status
+    assert said in capsys.readouterr().out.replace("\n", " ")
