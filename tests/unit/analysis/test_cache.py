@@ -110,7 +110,7 @@ def test_a_name_does_not_find_rows_from_before_a_change_by_the_model():
     assert torch.equal(cache["resid_post", 0], torch.ones(1, 3, 4))
     assert "blocks.1.hook_resid_pre" not in set(cache)
     for ask in (lambda: cache["blocks.1.hook_resid_pre"], cache.accumulated_resid):
-        with pytest.raises(KeyError, match="blocks.1.hook_resid_pre was not read"):
+        with pytest.raises(KeyError, match=r"blocks\.1\.hook_resid_pre was not read"):
             ask()
     assert "blocks.0.hook_resid_pre" in set(cache)
 

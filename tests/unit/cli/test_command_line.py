@@ -16,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 from tests.unit.saes.published import D_IN, standard
 from vllm_scope import SpecError
 from vllm_scope.analysis.probes import load_probe
+from vllm_scope.cli import doctor, watch
 from vllm_scope.cli import read as command
 from vllm_scope.cli import steer as steering
-from vllm_scope.cli import doctor, watch
 from vllm_scope.cli.doctor import sentence_of
 from vllm_scope.cli.remote import Server, asking
 from vllm_scope.cli.steer import _additions

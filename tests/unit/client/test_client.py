@@ -219,7 +219,7 @@ def test_a_file_says_which_features_were_read_if_its_server_did(metadata, asked)
             ["lens.l", "lens.l.positions", "lens.l.token_ids"], "has the layer 'l'", id="no-layer"
         ),
         pytest.param(["rows", "rows.positions"], "'rows' has the layer ''", id="one-word"),
-        pytest.param(["embed.x", "embed.x.positions"], "'embed.x' has the layer 'x'", id="no-number"),
+        pytest.param(["q.x", "q.x.positions"], "'q.x' has the layer 'x'", id="no-number"),
     ],
 )  # fmt: skip
 def test_a_file_of_another_form_is_refused(names, words):
