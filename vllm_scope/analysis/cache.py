@@ -23,7 +23,7 @@ from torch import Tensor
 from vllm_scope.analysis.hook_names import Key, hook_of, pattern_hook, pattern_layer, stream_of_key
 from vllm_scope.analysis.rows import Result, check_complete
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.sites import SiteLayer
+from vllm_scope.request.sites import SiteLayer, Sites
 
 #: The components of the residual stream that `decompose_resid` returns.
 _Mode = Literal["all", "attn", "mlp"]
@@ -34,10 +34,10 @@ class ActivationCache(Mapping[str, Tensor]):
 
     For sites inside the attention, the shape is [batch, pos, head, d_head].
 
-    In most models, a layer's `resid_post` is the next layer's `resid_pre`. If the request did not
-    edit the stream between these two sites, a read of one site is available under both names, and
-    the keys of the cache have both names. The shorthands of TransformerLens are possible too, such
-    as `cache["resid_post", 3]`, `cache["embed"]` and `cache["resid_post", -1]`.
+    In most models, a layer's `resid_post` is the next layer's `resid_pre`. If neither the request
+    nor the model changes the stream between these two sites, a read of one site is available under
+    both names, and the keys of the cache have both names. The shorthands of TransformerLens are
+    possible too, such as `cache["resid_post", 3]`, `cache["embed"]` and `cache["resid_post", -1]`.
 
     `blocks.3.attn.hook_pattern`, or `cache["pattern", 3]`, is [batch, head, query pos, key pos] in
     float32. The first access computes the pattern from the layer's `q` and `k`. A pattern is not in
@@ -263,11 +263,16 @@ class ActivationCache(Mapping[str, Tensor]):
 
 
 def _same_rows(result: Result, read: SiteLayer, twin: SiteLayer) -> bool:
-    """Whether no edit lies between a stream that was read and the twin of this stream.
+    """Whether a stream that was read and the twin of this stream have the same rows: no edit lies
+    between the two, and the model does not change the stream there.
 
     The twins are a layer's `resid_post` and the next layer's `resid_pre`, or `embed` and layer 0's
     `resid_pre`.
     """
+    _, entered = twin if twin[0] == "resid_pre" else read
+    sites: Sites | None = getattr(result, "sites", None)
+    if sites is not None and entered in sites.moved:
+        return False
     edited = getattr(result, "edited", frozenset[SiteLayer]())
     behind = read not in edited or (*read, "after") in result  # type: ignore[operator]
     if read[0] == "resid_pre":
@@ -276,7 +281,7 @@ def _same_rows(result: Result, read: SiteLayer, twin: SiteLayer) -> bool:
 
 
 def _twins(stream: SiteLayer) -> list[SiteLayer]:
-    """The other streams that have the same rows as `stream` if the request has no edit."""
+    """The other streams that can have the same rows as `stream` (`_same_rows`)."""
     site, layer = stream
     if site == "resid_post":
         return [("resid_pre", layer + 1)]

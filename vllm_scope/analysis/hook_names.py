@@ -20,6 +20,9 @@ _HOOKS = {
     "attn_out": "hook_attn_out", "mlp_out": "hook_mlp_out", "mlp_post": "mlp.hook_post",
     # These names are TransformerBridge's. `hook_attn_in` and `hook_mlp_in` name rows before norms.
     "attn_in": "attn.hook_in", "mlp_in": "mlp.hook_in",
+    # TransformerLens has no one name for these rows. `mlp.gate.hook_out` of TransformerBridge names
+    # them only in a layer with experts.
+    "router_logits": "router_logits",
     "q": "attn.hook_rot_q", "k": "attn.hook_rot_k", "v": "attn.hook_v", "z": "attn.hook_z",
 }  # fmt: skip
 #: TransformerLens's `ln_final.hook_normalized` names the rows before the multiplication by the

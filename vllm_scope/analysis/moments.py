@@ -40,7 +40,8 @@ def sums_at(found: Found, stream: SiteLayer, labels: Iterable[str] | None = None
         labels: the names of the labels, or None for all labels that have sums at the stream.
 
     Raises:
-        SpecError: a label has no sums, no rows, or rows that are missing or not finite.
+        SpecError: a label has no sums, no rows, or rows that are missing or not finite, or the
+            sums of the labels were made with different options.
     """
     stream = stream_of(stream)
     known = {label: sums for (*place, label), sums in found.items() if tuple(place) == stream}
@@ -66,7 +67,13 @@ def sums_at(found: Found, stream: SiteLayer, labels: Iterable[str] | None = None
                 "a row or a target is too large or not finite; drop the sums and leave out the "
                 "request that has it."
             )
-    return Sums.total([known[label] for label in wanted])
+    try:
+        return Sums.total([known[label] for label in wanted])
+    except ValueError as error:
+        raise SpecError(
+            f"the labels {shown(wanted)} at {name_of(stream)} do not fit together: {error} Name "
+            "labels whose requests had the same options of Moments."
+        ) from None
 
 
 def _numbers(one: Sums) -> list[Floats]:

@@ -106,7 +106,8 @@ def check_path(model: str) -> None:
 
 
 def _say_saes(console: Console, report: ModelReport, paths: Mapping[str, str]) -> int:
-    """Print how much device memory the SAEs take. Returns UNKNOWN if an SAE cannot be read."""
+    """Print how much device memory the SAEs take. Returns UNKNOWN if an SAE cannot be read, or if
+    it is for rows of another width."""
     import torch
 
     from vllm_scope.saes.load import load_saes
@@ -114,6 +115,14 @@ def _say_saes(console: Console, report: ModelReport, paths: Mapping[str, str]) -
 
     try:
         found = load_saes(paths)
+        for name, sae in found.items():
+            site = sae.place.site
+            width = report.sites[site].width
+            if width not in (None, sae.d_model):
+                raise ConfigError(
+                    f"{paths[name]} is of rows of {sae.d_model:,} numbers; this model's rows of "
+                    f"{site} have {width:,}."
+                )
     except (ScopeError, OSError) as error:
         _say(console, "the SAEs", str(error))
         return UNKNOWN

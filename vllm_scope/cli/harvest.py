@@ -19,8 +19,10 @@ from vllm_scope.request.sites import MODEL_SITES
 
 def reads_of(sites: Sequence[str], layers: str, tokens: str, codec: str | None) -> list[Read]:
     """A Read for each site. Raises ScopeError if an option is wrong."""
-    chosen = tokens if tokens in WORDS else _json(tokens, "--tokens", f"{', '.join(WORDS)}, or")
-    named = codec if codec is None or not codec.startswith("{") else _json(codec, "--codec", "")
+    chosen = (
+        tokens if tokens in WORDS else _json(tokens, "--tokens", f"{', '.join(WORDS)}, or JSON")
+    )
+    named = codec if codec is None or not codec.startswith("{") else _json(codec, "--codec", "JSON")
     return [
         Read(
             site,
@@ -37,7 +39,7 @@ def _json(text: str, option: str, words: str) -> Any:
         return json.loads(text)
     except ValueError:
         raise ScopeError(
-            f"{option} is {shown(text)}; it must be {words} JSON as in docs/harvest.md."
+            f"{option} is {shown(text)}; it must be {words} as in docs/harvest.md."
         ) from None
 
 
@@ -57,7 +59,7 @@ def harvest(
 
     try:
         reads = reads_of(sites, layers, tokens, codec)
-        more = {} if further is None else _json(further, "--engine", "an object,")
+        more = {} if further is None else _json(further, "--engine", "JSON of an object,")
         if not isinstance(more, dict):
             raise ScopeError(
                 f"--engine is {shown(further)}; it must be an object of LLM's arguments."

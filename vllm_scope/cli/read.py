@@ -11,7 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_scope.cli.remote import Server, asking, check_whole, layers_of, printable
+from vllm_scope.cli.remote import (
+    Server,
+    asking,
+    check_whole,
+    layers_of,
+    printable,
+    scope_of,
+)
 from vllm_scope.errors import ScopeError
 from vllm_scope.request.actions import Read
 from vllm_scope.request.sites import MODEL_SITES
@@ -31,8 +38,7 @@ def read(
             raise ScopeError(f"there is no folder {save.absolute().parent} to save {save.name} in.")
         found = None if site in MODEL_SITES else layers_of(layers)
         out = client.complete(prompt, Read(site, layers=found, tokens=tokens), **server.fields)
-        if (scope := out.scope) is None:
-            raise ScopeError(f"{server.url} sent no rows; it is a server without vllm-scope.")
+        scope = scope_of(server, out.scope)
         if save is not None:  # write first, so that a later error does not lose the rows
             _write(save, scope)
         console.print(Text(printable(prompt)).append(printable(out.text), "bold"))

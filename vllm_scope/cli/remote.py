@@ -71,9 +71,20 @@ def _fail(console: Console, sentence: str) -> NoReturn:
     sys.exit(1)
 
 
-def check_whole(scope: ScopeData | None) -> None:
+def scope_of(server: Server, scope: ScopeData | None) -> ScopeData:
+    """The `scope` of an answer to a request with actions. Raises ScopeError if the answer has no
+    `scope`."""
+    if scope is None:
+        raise ScopeError(
+            f"{server.url} ignored the actions of the request; it is a server without vllm-scope. "
+            "Give the URL of a server with vllm-scope as --url."
+        )
+    return scope
+
+
+def check_whole(scope: ScopeData) -> None:
     """Raises ScopeError if a request is not complete."""
-    if scope is not None and scope.status != "complete":
+    if scope.status != "complete":
         raise ScopeError(f"the request is {scope.status}: {scope.error or 'rows were lost'}")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from vllm_scope.cli.remote import Server, asking, check_whole, printable
+from vllm_scope.cli.remote import Server, asking, check_whole, printable, scope_of
 from vllm_scope.errors import ScopeError
 from vllm_scope.request.actions import Action, Add
 from vllm_scope.request.sites import MODEL_SITES
@@ -21,7 +21,8 @@ def steer(server: Server, prompt: str, module: str, scales: list[float]) -> None
         each = [_additions(module, scale) if scale else [] for scale in scales]
         for scale, actions in zip(scales, each, strict=True):
             out = client.complete(prompt, *actions, **server.fields)
-            check_whole(out.scope)  # in an incomplete request, the module can be missing
+            if actions:  # in an incomplete request, the module can be missing
+                check_whole(scope_of(server, out.scope))
             console.print(Text(f"{scale:+g} ", "cyan").append(printable(out.text), "default"))
 
 

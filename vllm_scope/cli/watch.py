@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from vllm_scope.cli.display import Coloured, Lines, Scale
-from vllm_scope.cli.remote import Server, asking, check_whole
+from vllm_scope.cli.remote import Server, asking, check_whole, scope_of
 from vllm_scope.errors import SpecError
 from vllm_scope.request.actions import Probe
 from vllm_scope.request.sites import MODEL_SITES
@@ -51,9 +51,10 @@ def watch(
             last = chunk.scope or last
             view = view or view_of(console, scales, shown)
             view.add(chunk)
+        found = scope_of(server, last)
         if view is not None:
             view.end()
-        check_whole(last)
+        check_whole(found)
 
 
 def messages_of(prompt: str, chat: bool, system: str | None) -> list[dict[str, object]] | None:

@@ -25,8 +25,8 @@ from vllm_scope.client.frames import Frame
 from vllm_scope.client.messages import Call, Json, Response, decoded, event_body
 from vllm_scope.client.parsing import T, converted
 from vllm_scope.control.activity import Activity
-from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions import Action, Moments
+from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.request.actions import EDITS, Action, Edit, Moments
 from vllm_scope.request.read_features import ReadFeatures
 from vllm_scope.request.spec import scope
 from vllm_scope.sweeps import Cell, Sweep, SweepTable
@@ -72,7 +72,12 @@ class SweepEvents(TableReader):
                 on_cell(cell)
 
     def whole(self) -> SweepTable:
-        assert self.table is not None  # `take` makes the table from the first event, or raises
+        """The table after the last event. Raises ScopeError if the server sent no table."""
+        if self.table is None:
+            raise ScopeError(
+                "the server ended the sweep without a table, so the sweep has no result; look at "
+                "the server's log, and send the sweep again."
+            )
         return self.table
 
 
@@ -209,8 +214,21 @@ class Calls(Generic[StreamT]):
     @Method
     def set_edits(self, *actions: Action) -> Flow[Json]:
         """Replace the server-wide edits, for requests that enter from now on. The call
-        needs the operator's key."""
-        body = {"edits": json.loads(scope(*actions)["scope"]).get("edits", [])}
+        needs the operator's key.
+
+        Raises:
+            SpecError: there is no action, or an action is not an edit.
+        """
+        for action in actions:
+            if not isinstance(action, Edit):
+                kinds = ", ".join(edit.__name__ for edit in EDITS.values())
+                raise SpecError(
+                    f"set_edits has {shown(action)}; each argument must be an edit ({kinds}). "
+                    "Send other actions with a request."
+                )
+        if not actions:
+            raise SpecError("set_edits has no edit; give at least one, or call clear_edits().")
+        body = {"edits": json.loads(scope(*actions)["scope"])["edits"]}
         return self._json(Call("PUT", "/v1/scope/edits", body, admin=True))
 
     @Method

@@ -226,6 +226,10 @@ def _parse_tensors(
     Args:
         read: the features that were read, by the name of a `Features`. For a name that is not in
             `read`, the features that were read are not known.
+
+    Raises:
+        ScopeError: a tensor has an unknown name, dtype or size, or lacks a tensor that belongs to
+            it.
     """
     dtypes = {name: _FILE_DTYPES.get(one["dtype"], one["dtype"]) for name, one in found.items()}
     arrays = {name: _array(o["data"], dtypes[name], o["shape"]) for name, o in found.items()}
@@ -236,7 +240,7 @@ def _parse_tensors(
     lens: dict[str, dict[int, TopTokens]] = {}
     for name in (n for n in arrays if f"{n}.positions" in arrays):
         if name.startswith("features."):
-            coo = (arrays[f"{name}.{part}"] for part in ("positions", "indices", "tokens"))
+            coo = (_beside(arrays, name, part) for part in ("positions", "indices", "tokens"))
             at, indices, tokens = (one.astype(np.int64, copy=False) for one in coo)
             values = arrays[name].astype(np.float32, copy=False)
             called = name.removeprefix("features.")
@@ -247,10 +251,11 @@ def _parse_tensors(
             continue
         positions = arrays[f"{name}.positions"].astype(np.int64, copy=False)
         if name.startswith("lens."):
-            called, _, layer = name.removeprefix("lens.").rpartition(".")
-            ids = arrays[f"{name}.token_ids"].astype(np.int64, copy=False)
+            called, _, number = name.removeprefix("lens.").rpartition(".")
+            layer = _layer(number, name)
+            ids = _beside(arrays, name, "token_ids").astype(np.int64, copy=False)
             values = arrays[name].astype(np.float32, copy=False)
-            lens.setdefault(called, {})[int(layer)] = TopTokens(positions, ids, values)
+            lens.setdefault(called, {})[layer] = TopTokens(positions, ids, values)
             continue
         if name.startswith("scores."):
             probe = name.removeprefix("scores.")
@@ -258,13 +263,31 @@ def _parse_tensors(
                 if tensor in arrays:
                     into[probe] = (positions, arrays[tensor].astype(np.float32, copy=False))
             continue
-        site, layer, *when = name.split(".")
-        stream = (site, int(layer), when[0] if when else "after")
+        site, _, place = name.partition(".")
+        number, _, when = place.partition(".")
+        stream = (site, _layer(number, name), when or "after")
         rows[stream] = Rows(positions, arrays[name], dtypes[name])
     return ScopeData(
         status="complete", rows=rows, scores=Scores(scores), aggregates=Scores(aggregates),
         features=NamedFeatures(features), lens=lens,
     )  # fmt: skip
+
+
+def _beside(arrays: Mapping[str, NDArray[np.generic]], name: str, part: str) -> NDArray[np.generic]:
+    """The tensor `part` that belongs to the tensor `name`."""
+    found = arrays.get(f"{name}.{part}")
+    if found is None:
+        raise ScopeError(f"the server sent the tensor {shown(name)} without its {part}.")
+    return found
+
+
+def _layer(text: str, name: str) -> int:
+    """The number of the layer in the name of a tensor."""
+    if not text.isdecimal():
+        raise ScopeError(
+            f"the server's tensor {shown(name)} has the layer {shown(text)}; it must be a number."
+        )
+    return int(text)
 
 
 def _table(values: Sequence[Sequence[float | None]]) -> NDArray[np.float64]:

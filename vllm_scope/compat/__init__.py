@@ -49,6 +49,14 @@ KEYS: dict[str, tuple[str, ...]] = {
     "act_capture": (),
 }  # fmt: skip
 
+#: The keys with which a request changes rows.
+EDITING: frozenset[str] = frozenset({
+    "apply_steering_vectors", "apply_hooks",
+    "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors",
+    "steering_clamps", "prefill_steering_clamps", "decode_steering_clamps",
+    "steering_module_ref", "steering_name", "steering",
+    "sae_clamp_specs", "sae_full_reconstruction_specs", "patch", "patch_vectors",
+})  # fmt: skip
 #: The attribute of an engine's VllmConfig that holds the hooks that apply to all requests.
 PERSISTENT = "scope_persistent_hooks"
 #: The Python modules of this package whose attribute HTTP is an HttpFace.

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NotRequired, TypedDict
-from zipfile import BadZipFile
+from zipfile import ZipFile
 
 import msgspec
 import numpy as np
@@ -48,6 +48,7 @@ from vllm_scope.files.publish import LocalPublisher, write_bytes
 from vllm_scope.request.actions import Read
 from vllm_scope.request.sites import Sites
 from vllm_scope.results.result import ScopeResult
+from vllm_scope.vectors.containers import check_compression
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput
@@ -212,12 +213,14 @@ def load_npz(path: str | Path) -> tuple[Tensor, Tensor]:
         FileError: the file was not written by this module, or is damaged.
     """
     try:
+        with ZipFile(path) as archive:
+            check_compression(archive)
         with np.load(path, allow_pickle=False) as arrays:
             codec = codec_from(json.loads(arrays[METADATA].tobytes()))
             positions = torch.from_numpy(arrays["positions"])
             parts = {name: torch.from_numpy(arrays[name]) for name in codec.part_names}
         return codec.decode(parts, len(positions)), positions
-    except (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile, ScopeError) as error:
+    except Exception as error:  # zipfile and numpy's parser raise many types of errors
         raise FileError(f"{path} is not a capture that can be read: {error}.") from None
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from vllm import SamplingParams
 
+from vllm_scope.compat import EDITING
 from vllm_scope.engine.frontend.translators import Translation, called, give, named
 from vllm_scope.errors import ScopeError, SpecError, shown
 from vllm_scope.request.actions import Read
@@ -94,11 +95,15 @@ class Options:
         """Copy a request's sampling parameters, and add these Options to the copy."""
         params = copy(given) if given is not None else SamplingParams()
         extra = params.extra_args or {}
-        if self.process_last_token and "scope" in extra and Spec.from_json(extra["scope"]).edits:
-            raise SpecError(
-                "process_last_token and edits do not go together: the token sampled last is "
-                "processed in another request. Generate one token more instead."
-            )
+        if self.process_last_token:
+            edits = sorted(key for key in EDITING & extra.keys() if extra[key] is not None)
+            if "scope" in extra and Spec.from_json(extra["scope"]).edits:
+                edits = ["edits"]
+            if edits:
+                raise SpecError(
+                    f"process_last_token and {edits[0]} do not go together: the token sampled last "
+                    "is processed in another request. Generate one token more instead."
+                )
         params.extra_args = {**extra, KEY: self}
         return params
 

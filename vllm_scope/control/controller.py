@@ -156,6 +156,7 @@ class Controller(Uncopied):
         self._seen: deque[Observation] = deque(maxlen=MOST_WAITING)
         self._due, self._began, self._hung, self._quiet = -math.inf, math.inf, False, False
         self._closed, self._thread = threading.Event(), threading.Thread()
+        self._news = threading.Event()  # set by an observation, and when the controller is closed
         self._server: ServerEdits | None = None
         self._before: str | None = None
 
@@ -169,20 +170,25 @@ class Controller(Uncopied):
         if len(self._seen) == MOST_WAITING:
             self.counts["dropped"] += 1
         self._seen.append(observation)
+        self._news.set()
         if not self._hung and self._clock() - self._began > self._patience_s:
             self._hung = True
             self._failed("hangs", f"has run for more than {self._patience_s:g} s")
 
-    def turn(self) -> float:
+    def turn(self) -> float | None:
         """If the callback is due and there are observations, call the callback. The controller's
         thread calls this method.
 
         Returns:
-            Seconds to wait before the next call of this method.
+            Seconds to wait before the next call of this method, or None if the next call has
+            nothing to do before an observation comes.
         """
+        self._news.clear()  # before `_seen` is read, so that no observation is missed
+        if not self._seen:
+            return None
         now = self._clock()
-        if now < self._due or not self._seen:
-            return max(self._due - now, 0.0) or self._period_s
+        if now < self._due:
+            return self._due - now
         seen = [self._seen.popleft() for _ in range(len(self._seen))]
         self._due, self._began, self._hung = now + self._period_s, now, False
         self.counts["calls"] += 1
@@ -269,9 +275,12 @@ class Controller(Uncopied):
             )
 
     def _run(self) -> None:
-        wait_s = 0.0
-        while not self._closed.wait(wait_s):
+        while not self._closed.is_set():
             wait_s = self.turn()
+            if wait_s is not None:
+                self._closed.wait(wait_s)
+            elif not self._closed.is_set():  # `turn` can have cleared the event that `close` set
+                self._news.wait()
 
     def close(self, keep: bool = False) -> None:
         """End the controller. The callback is not called any more. If `keep` is False, restore the
@@ -282,6 +291,7 @@ class Controller(Uncopied):
             return
         self._check_thread()
         self._closed.set()
+        self._news.set()
         self._server.listen(None)
         self._thread.join(self._patience_s)
         if not keep:

@@ -44,10 +44,12 @@ LEAST_MEMORY = 0.01
 class SiteReport:
     """The layers at which a site can be tapped. A site in MODEL_SITES counts as a site of layer 0.
     `reason` says why the first layer that is not in `layers` cannot be tapped, or why the layers
-    can be tapped only one at a time; None if all layers can be tapped together."""
+    can be tapped only one at a time; None if all layers can be tapped together. `width` is the
+    number of elements of a row, or None if no layer can be tapped."""
 
     layers: tuple[int, ...]
     reason: str | None
+    width: int | None = None
 
 
 @dataclass(frozen=True)
@@ -234,11 +236,16 @@ def _site_report(anatomy: Anatomy, vllm_config: VllmConfig, site: str) -> SiteRe
     layers = (0,) if site in MODEL_SITES else tuple(range(anatomy.num_layers))
     refused = _refusal(anatomy, vllm_config, site, layers)
     if refused is None:
-        return SiteReport(layers, None)
+        return SiteReport(layers, None, _width_of(vllm_config, site))
     each = {k: _refusal(anatomy, vllm_config, site, (k,)) for k in layers}
     reasons = [reason for reason in each.values() if reason is not None]
     good = tuple(k for k, reason in each.items() if reason is None)
-    return SiteReport(good, reasons[0] if reasons else refused)
+    width = _width_of(vllm_config, site) if good else None
+    return SiteReport(good, reasons[0] if reasons else refused, width)
+
+
+def _width_of(vllm_config: VllmConfig, site: str) -> int:
+    return sites_of(vllm_config, ScopeConfig(sites=(site,))).row_size(site)
 
 
 def _refusal(

@@ -279,7 +279,8 @@ class Sae:
         Raises:
             SpecError: weights are not finite.
         """
-        return (self._folded(pick, device) for pick in self._picks(None))
+        for pick in self._picks(None):
+            yield self._folded(pick, device)
 
     @torch.no_grad()
     def fold(self, indices: Sequence[int]) -> Folded:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import zipfile
-import zlib
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
@@ -23,7 +22,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import DTypeLike
 
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError, reason_of, shown
 from vllm_scope.request.arrays import of_bfloat16
 
 #: The most bytes of a file. Vectors of 16,384 numbers for three sites of 126 layers take 24 MiB.
@@ -93,14 +92,26 @@ def read_npz(data: bytes) -> Arrays:
     try:
         with zipfile.ZipFile(BytesIO(data)) as archive:
             check_size(sum(info.file_size for info in archive.infolist()), "the unpacked .npz")
+            check_compression(archive)
             for info in archive.infolist():
                 name = info.filename.removesuffix(".npy")
                 arrays[name] = _read_npy(archive.read(info), name)
-    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
-        # zipfile raises NotImplementedError or RuntimeError for an unknown compression or
-        # encryption.
-        raise SpecError(f"the content is not an .npz: {error}.") from None
+    except SpecError:
+        raise
+    except Exception as error:  # zipfile raises many types of errors
+        raise SpecError(f"the content is not an .npz: {reason_of(error)}.") from None
     return arrays
+
+
+def check_compression(archive: zipfile.ZipFile) -> None:
+    """Raises SpecError if a member of an .npz is neither stored nor deflated. For other kinds of
+    compression, zipfile unpacks more bytes than the archive claims for the member."""
+    for info in archive.infolist():
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise SpecError(
+                f"{shown(info.filename)} is compressed with method {info.compress_type} of zip; "
+                "save the arrays with numpy.savez or numpy.savez_compressed."
+            )
 
 
 def read_npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:

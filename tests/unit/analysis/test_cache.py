@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +12,12 @@ from tests.toy_model import TensorResult
 from tests.unit.roads import SITES
 from vllm_scope import Add, Read, Spec
 from vllm_scope.analysis.cache import ActivationCache
+from vllm_scope.analysis.hook_names import hook_of, stream_of_key
 from vllm_scope.analysis.lens import Lens, top_tokens
 from vllm_scope.batch.by_position import Part
 from vllm_scope.errors import SpecError
-from vllm_scope.request.sites import Place
+from vllm_scope.request.sites import MODEL_SITES, Place
+from vllm_scope.request.sites import SITES as SITES_OF_MODELS
 from vllm_scope.results.result import ScopeResult
 
 EMBED = ("embed", 0)
@@ -91,6 +95,36 @@ def test_a_name_does_not_find_rows_from_the_other_side_of_an_edit(read, when, ed
     cache = ActivationCache(result)
     assert len(cache) == 1 + same
     assert ((other[0], other[1]) in [_stream_of(name) for name in cache]) == same
+
+
+def test_a_name_does_not_find_rows_from_before_a_change_by_the_model():
+    sites = replace(SITES, moved=(1,))
+    spec, at = Spec((Read("resid_post", layers=[0, 1]), Read("embed"))), np.arange(3)
+    places = (Place("embed", 0), Place("resid_post", 0), Place("resid_post", 1))
+    result = ScopeResult(
+        spec.resolve(sites), sites, [1, 2, 3, 4], 3,
+        {None: {place.point(): [Part(at, at, torch.ones(3, 4))] for place in places}},
+        "complete", None,
+    )  # fmt: skip
+    cache = ActivationCache(result, num_layers=2)
+    assert torch.equal(cache["resid_post", 0], torch.ones(1, 3, 4))
+    assert "blocks.1.hook_resid_pre" not in set(cache)
+    for ask in (lambda: cache["blocks.1.hook_resid_pre"], cache.accumulated_resid):
+        with pytest.raises(KeyError, match=r"blocks\.1\.hook_resid_pre was not read"):
+            ask()
+    assert "blocks.0.hook_resid_pre" in set(cache)
+
+
+def test_router_logits_have_a_name_beside_the_other_rows():
+    cache = ActivationCache(result_of(EMBED, ("router_logits", 1)))
+    assert torch.equal(cache["blocks.1.router_logits"], rows_of(1)[None])
+    assert torch.equal(cache["router_logits", 1], rows_of(1)[None])
+
+
+@pytest.mark.parametrize("site", SITES_OF_MODELS)
+def test_every_site_has_a_name_that_finds_it(site):
+    stream = (site, 0 if site in MODEL_SITES else 3)
+    assert stream_of_key(hook_of(stream)) == stream
 
 
 def _stream_of(name: str) -> tuple[str, int]:

@@ -207,6 +207,10 @@ def test_bad_input_is_refused_in_one_sentence(found):
         (lambda: sums_at(found, "resid_post"), r"stream is 'resid_post'; it must be"),
         (lambda: lda_probe(found, STREAM, "a", "b", shrinkage=2), r"a number from 0 to 1"),
         (lambda: sums_at(found, ("resid_post", 9)), r"there are no sums at resid_post\.9"),
+        (
+            lambda: sums_at(found | {(*STREAM, "b"): Sums(3, np.ones(WIDTH))}, STREAM),
+            r"labels \['a', 'b'\] at resid_post\.2 do not fit together: .* same options of Moments",
+        ),
         (lambda: sums_at(none, STREAM), r"2 rows with label 'a' at resid_post\.2 are missing"),
         (lambda: sums_at(lost, STREAM), r"2 rows with label 'a' at resid_post\.2 are missing"),
         *((lambda one=one: sums_at(one, STREAM), r"have NaN or Inf") for one in broken),

@@ -13,11 +13,12 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
+from tests.unit.saes.published import D_IN, standard
 from vllm_scope import SpecError
 from vllm_scope.analysis.probes import load_probe
+from vllm_scope.cli import doctor, watch
 from vllm_scope.cli import read as command
 from vllm_scope.cli import steer as steering
-from vllm_scope.cli import watch
 from vllm_scope.cli.doctor import sentence_of
 from vllm_scope.cli.remote import Server, asking
 from vllm_scope.cli.steer import _additions
@@ -137,11 +138,23 @@ def test_a_wrong_key_is_told_with_the_option_that_has_it(monkeypatch, capsys):
     assert said == "HTTP 401: Unauth; give the server's key with --api-key, or as VLLM_API_KEY."
 
 
-def test_a_server_without_vllm_scope_ends_with_a_sentence(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(
+            lambda server: command.read(server, "a", "embed", "all", "all", None), id="read"
+        ),
+        pytest.param(lambda server: steering.steer(server, "a", "happy", [1.0]), id="steer"),
+    ],
+)
+def test_a_server_without_vllm_scope_ends_with_a_sentence(run, monkeypatch, capsys):
     answering(monkeypatch)
-    with pytest.raises(SystemExit):
-        command.read(Server("http://x", None, 4, 0.0), "a", "embed", "all", "all", None)
-    assert "http://x sent no rows; it is a server without vllm-scope." in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        run(Server("http://x", None, 4, 0.0))
+    assert ended.value.code == 1
+    said = capsys.readouterr().out
+    assert said.startswith("http://x ignored the actions of the request; it is a server without")
+    assert "b]" not in said  # the text is not shown, because it is not steered
 
 
 def test_a_models_text_is_printed_as_it_is(monkeypatch, capsys):
@@ -230,3 +243,25 @@ def test_an_address_that_is_no_url_ends_with_a_sentence(capsys):
 )  # fmt: skip
 def test_an_error_of_the_engine_becomes_a_sentence(error, sentence):
     assert sentence_of(error) == sentence
+
+
+@pytest.mark.parametrize(
+    ("width", "status", "said"),
+    [
+        pytest.param(D_IN, 0, "SAE a: 11 features of resid_post 12", id="of-this-model"),
+        pytest.param(
+            8,
+            2,
+            "is of rows of 6 numbers; this model's rows of resid_post have 8.",
+            id="of-another",
+        ),
+    ],
+)
+def test_doctor_compares_the_width_of_an_sae_with_the_rows_of_its_site(
+    width, status, said, tmp_path, capsys
+):
+    sites = {"resid_post": SimpleNamespace(width=width)}
+    report = SimpleNamespace(sites=sites, dtype="float32", hidden_size=99)
+    path = str(standard(tmp_path).path)
+    assert doctor._say_saes(Console(width=200), report, {"a": path}) == status
+    assert said in capsys.readouterr().out.replace("\n", " ")

@@ -25,7 +25,7 @@ def test_each_site_is_read_at_the_layers():
     ("arguments", "sentence"),
     [
         (("first half", None), "--tokens is 'first half'; it must be all, prompt"),
-        (("all", "{"), "--codec is '{'; it must be"),
+        (("all", "{"), "--codec is '{'; it must be JSON as in docs/harvest.md"),
     ],
 )
 def test_an_option_that_is_no_json_is_refused(arguments, sentence):

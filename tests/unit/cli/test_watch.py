@@ -147,6 +147,12 @@ def test_a_probe_on_other_tokens_prints_a_warning(place, options, tokens, words,
         assert "was fitted" not in done.stdout
 
 
+def test_a_server_without_vllm_scope_ends_with_status_1(asked, tmp_path):
+    asked(event(" one", None), event(" end", None, finish_reason="length"))
+    done = run("Once", "--probe", probe(tmp_path), ok=False)
+    assert "ignored the actions of the request; it is a server without vllm-scope" in done.output
+
+
 def test_a_scope_that_failed_ends_with_status_1(asked, tmp_path):
     asked(event("x", {"status": "failed", "error": "no room for it", "scores": {}}))
     done = run("Once", "--probe", probe(tmp_path), ok=False)

@@ -28,6 +28,7 @@ from vllm_scope.client.transport import Events
 from vllm_scope.control import Decided
 from vllm_scope.request.media import BINARY
 from vllm_scope.server import encode
+from vllm_scope.sweeps import LogitDifference, Sweep
 from vllm_scope.vectors import SteeringModule, from_bytes, to_bytes
 
 ROWS = torch.randn(3, 4)
@@ -204,6 +205,27 @@ def test_a_file_says_which_features_were_read_if_its_server_did(metadata, asked)
     assert found.dense(4).tolist() == [0, 0]
     with pytest.raises(ScopeError, match="the server's result has metadata of an unknown form"):
         parse_file(safetensors.torch.save(named, {"scope": "{"}))
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        pytest.param(
+            ["features.f", "features.f.positions", "features.f.tokens"],
+            "the tensor 'features.f' without its indices", id="features",
+        ),
+        pytest.param(["lens.l.2", "lens.l.2.positions"], "without its token_ids", id="lens"),
+        pytest.param(
+            ["lens.l", "lens.l.positions", "lens.l.token_ids"], "has the layer 'l'", id="no-layer"
+        ),
+        pytest.param(["rows", "rows.positions"], "'rows' has the layer ''", id="one-word"),
+        pytest.param(["q.x", "q.x.positions"], "'q.x' has the layer 'x'", id="no-number"),
+    ],
+)  # fmt: skip
+def test_a_file_of_another_form_is_refused(names, words):
+    none = torch.zeros(0, dtype=torch.int64)
+    with pytest.raises(ScopeError, match=words):
+        parse_file(safetensors.torch.save(dict.fromkeys(names, none)))
 
 
 def test_tokens_of_a_lens_are_by_layer():
@@ -406,6 +428,13 @@ def test_streams_of_both_clients_are_the_same():
     for one, other in zip(chunks, asyncio.run(collect()), strict=True):
         assert (one.text, one.finish_reason) == (other.text, other.finish_reason)
         assert (one.scope is None) == (other.scope is None)
+
+
+def test_a_sweep_whose_stream_has_no_event_is_an_error():
+    sweep = Sweep(np.zeros((1, 4)), metric=LogitDifference(1, 2))
+    for run in both(lambda client: client.sweep("a", sweep)):
+        with pytest.raises(ScopeError, match="the server ended the sweep without a table"):
+            run(Server(sweeps=sse()))
 
 
 def test_each_chunk_knows_which_features_were_read_though_the_first_one_alone_says_it():
@@ -622,6 +651,24 @@ def test_modules_and_edits_carry_the_operators_key():
     assert all(r.headers["x-scope-admin-key"] == "op" for r in server.requests)
     client.edits()
     assert "x-scope-admin-key" not in server.requests[-1].headers
+
+
+@pytest.mark.parametrize(
+    ("actions", "words"),
+    [
+        pytest.param([], r"no edit; give at least one, or call clear_edits\(\)", id="nothing"),
+        pytest.param([Read("resid_post")], "has Read.* must be an edit .Add, Ablate", id="a-read"),
+        pytest.param([Add("m"), Probe(np.ones(4), layer=1, name="p")], "has Probe", id="a-probe"),
+        pytest.param([Policy("p")], "has Policy", id="a-policy"),
+        pytest.param([Add("m"), "m"], "has 'm'; each argument must be", id="a-name"),
+    ],
+)
+def test_set_edits_refuses_what_is_no_edit_and_leaves_the_servers_edits(actions, words):
+    for run in both(lambda client: client.set_edits(*actions)):
+        server = Server(edits={})
+        with pytest.raises(SpecError, match=f"set_edits.*{words}"):
+            run(server)
+        assert server.requests == []
 
 
 def test_requests_with_moments_carry_the_operators_key_and_others_do_not():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,6 +70,27 @@ def test_another_file_is_no_manifest(body, tmp_path):
     path.write_bytes(body.encode("latin-1"))
     with pytest.raises(FileError, match="is not a manifest of captured layers"):
         load_manifest(path)
+    with pytest.raises(FileError, match="is not a capture that can be read"):
+        load_npz(path)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_capture_with_another_compression_is_refused_before_it_is_unpacked(method, tmp_path):
+    path = tmp_path / "layer.npz"
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr("positions.npy", bytes(100))
+    with pytest.raises(FileError, match=f"is not a capture .* compressed with method {method}"):
+        load_npz(path)
+
+
+def test_a_capture_whose_bytes_are_damaged_is_refused(capture):
+    manifest = load_manifest(written(ended())["path"])
+    (path, *_) = sorted(manifest.path.parent.glob("**/*.npz"))
+    with np.load(path) as arrays:
+        np.savez_compressed(path, **dict(arrays))
+    data = bytearray(path.read_bytes())
+    data[60:90] = bytes(30)
+    path.write_bytes(data)
     with pytest.raises(FileError, match="is not a capture that can be read"):
         load_npz(path)
 

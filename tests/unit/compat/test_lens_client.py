@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import inspect
 import json
+from types import SimpleNamespace
 
 import httpx
 import pytest
 import torch
 
-from vllm_scope.compat.vllm_lens import SteeringVector, VLLMLensClient, serialize_activations
+from vllm_scope.compat.vllm_lens import (
+    SteeringVector,
+    VLLMLensClient,
+    decode_activations,
+    serialize_activations,
+)
+from vllm_scope.compat.vllm_lens.http import LensReply
 from vllm_scope.errors import ScopeError, SpecError
 
 ROWS = torch.arange(6.0).reshape(1, 3, 2)
@@ -101,3 +108,44 @@ def test_rows_that_the_server_could_not_deliver_are_an_error():
     client = VLLMLensClient("http://here", "toy", transport=transport)
     with client, pytest.raises(ScopeError, match="no rows"):
         client.generate("Hello", capture_layers=[0])
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_every_choice_of_a_binary_answer_can_be_decoded(num_choices):
+    files = {}
+
+    def keep(tensors, metadata):
+        (tensor,) = tensors.values()
+        handle = f"h{len(files)}"
+        files[handle] = tensor.numpy().tobytes()
+        return SimpleNamespace(id=handle)
+
+    def answer(request):
+        if request.method == "POST":
+            reply = LensReply(keep)
+            choices = [
+                {"text": "yes", **reply.choice(i, num_choices, completion)}
+                for i, completion in enumerate(completions)
+            ]
+            return httpx.Response(200, json={"choices": choices, **reply.whole()})
+        handle = request.url.path.rsplit("/", 1)[1]
+        if handle not in files:
+            return httpx.Response(404, json={"error": {"message": "no handle with this id."}})
+        content = files[handle]
+        if request.url.params.get("delete") == "true":
+            del files[handle]
+        return httpx.Response(200, content=content)
+
+    completions = [
+        SimpleNamespace(activations={"residual_stream": ROWS + i}) for i in range(num_choices)
+    ]
+    with VLLMLensClient("http://here", "toy", transport=httpx.MockTransport(answer)) as client:
+        out = client.generate(
+            "Hello", capture_layers=[0], n=num_choices, activations_transport="binary"
+        )
+        assert torch.equal(out.activations["residual_stream"], ROWS)
+        if num_choices > 1:
+            for i, choice in enumerate(out.raw["choices"]):
+                found = decode_activations(choice, fetch_bytes=client.fetch_bytes)
+                assert torch.equal(found["residual_stream"], ROWS + i)
+    assert files == {}, "the server keeps no file that was decoded"

@@ -11,6 +11,8 @@ import pytest
 import torch
 import vllm
 
+from vllm_scope import Add, SpecError, scope
+from vllm_scope.compat import EDITING, KEYS
 from vllm_scope.compat.probe_hook import KEY, LLM, AsyncLLM, Options, SamplingParams, translate
 from vllm_scope.request.sites import Sites
 
@@ -95,6 +97,35 @@ def test_the_last_token_is_processed_in_a_request_of_its_own(options, rows, call
     assert calls[1] == {"lora_request": [LORA, None], "use_tqdm": False}
     assert outputs[0].hidden_states[1][:, 0].tolist() == rows
     assert outputs[0].outputs[0].hidden_states is outputs[0].hidden_states
+
+
+@pytest.mark.parametrize(
+    ("extra", "key"),
+    [
+        pytest.param(scope(Add([1.0] * 4, layer=0)), "edits", id="scope"),
+        pytest.param({"steering_vectors": {"post_block": {0: [1.0] * 4}}}, "steering_vectors",
+                     id="steering-fork"),
+        pytest.param({"apply_steering_vectors": [{}]}, "apply_steering_vectors", id="vllm-lens"),
+    ],
+)  # fmt: skip
+def test_the_last_token_is_not_processed_without_the_edits_of_its_request(extra, key, calls):
+    llm = an_llm(layers=[1], process_last_token=True)
+    params = SamplingParams(max_tokens=3, extra_args=extra)
+    with pytest.raises(SpecError, match=f"process_last_token and {key} do not go together"):
+        llm.generate(PROMPTS, params)
+    assert calls == []
+    an_llm(layers=[1]).generate(PROMPTS, params)
+
+
+def test_the_last_token_is_processed_in_a_request_that_only_reads_with_the_keys_of_a_face(calls):
+    extra = {"output_residual_stream": [0], "steering_vectors": None}
+    params = SamplingParams(max_tokens=3, extra_args=extra)
+    an_llm(layers=[1], process_last_token=True).generate(PROMPTS, params)
+    assert len(calls) == 2
+
+
+def test_every_key_that_changes_rows_is_a_key_of_a_face():
+    assert {key for keys in KEYS.values() for key in keys} > EDITING
 
 
 def test_an_async_stream_ends_with_the_last_tokens_row():

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import vllm
 
+from vllm_scope import ConfigError
 from vllm_scope.compat import KEYS
 from vllm_scope.compat.steering_http import engine
-from vllm_scope.compat.steering_http.engine import LLM, SamplingParams
+from vllm_scope.compat.steering_http.engine import LLM, SamplingParams, sink_of
 
 TIER = {"post_block": {1: [1.0, 2.0]}}
 
@@ -56,3 +57,51 @@ def test_consumers_and_sites_become_options_of_the_engine(monkeypatch):
     assert set(scope["sites"]) >= {"resid_pre", "resid_mid", "resid_post"}
     files = {"root": "/a", "layout": "per_request"}
     assert scope["sinks"] == {"other": {}, "filesystem": files, "mine": {}}
+
+
+FILES = {"name": "filesystem", "params": {"root": "/a"}}
+GLOBAL = {"name": "filesystem", "params": {"root": "/b", "global_hooks": {"post_block": [1]}}}
+
+
+@pytest.mark.parametrize(
+    ("consumers", "config", "words"),
+    [
+        pytest.param([FILES, FILES], {}, "'filesystem', and there .* name in sinks", id="twice"),
+        pytest.param([GLOBAL, GLOBAL], {}, "in global_sinks", id="twice-for-all-requests"),
+        pytest.param(
+            [{"name": "mine"}], {"sinks": {"mine": {}}}, "'mine'.* once, in", id="in-the-config"
+        ),
+    ],
+)
+def test_no_consumer_replaces_a_sink_of_its_name(consumers, config, words, monkeypatch):
+    monkeypatch.setattr(vllm.LLM, "__init__", lambda *args, **options: None)
+    with pytest.raises(ConfigError, match=words):
+        LLM("m", capture_consumers=consumers, additional_config={"scope": config})
+
+
+def test_a_consumer_for_a_request_and_one_for_all_requests_may_have_one_name(monkeypatch):
+    given = {}
+    monkeypatch.setattr(vllm.LLM, "__init__", lambda self, model, **options: given.update(options))
+    LLM("m", capture_consumers=[FILES, GLOBAL])
+    scope = given["additional_config"]["scope"]
+    assert scope["sinks"]["filesystem"]["root"] == "/a"
+    assert scope["global_sinks"]["filesystem"]["root"] == "/b"
+
+
+@pytest.mark.parametrize(
+    ("consumer", "words"),
+    [
+        pytest.param({"name": ["x"]}, r"has the name \['x'\]", id="name"),
+        pytest.param({"name": "filesystem", "params": [1]}, r"the params \[1\]", id="params"),
+        pytest.param(
+            {"name": "filesystem", "params": {"default_layout": []}},
+            r"default_layout is \[\]; it must be per_file", id="layout",
+        ),
+        pytest.param(
+            {"name": "filesystem", "params": {1: 2, "a": 3}}, "has 1; its params are", id="keys"
+        ),
+    ],
+)  # fmt: skip
+def test_a_consumer_of_another_form_is_refused(consumer, words):
+    with pytest.raises(ConfigError, match=words):
+        sink_of(consumer)

@@ -111,7 +111,7 @@ REFUSED = {
         {"when": PROBE, "apply": ADD}, r"^steering\[0\] has .*its fields are when, scope, apply",
     ),
     "unknown-scope": (GATE | {"scope": "soon"},
-        r"\[0\]\.scope is 'soon'; it must be this_token or"),
+        r"\[0\]\.scope is 'soon'; it must be this_token or rest_of_request\.$"),
     "a-step": (GATE | {"scope": "next_step"}, r"scope is 'next_step': the scheduler decides when"),
     "a-conversation": (OPEN | {"scope": "rest_of_conversation"}, "requests share no state"),
     "a-latch": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import queue
 import threading
 import time
 
@@ -67,7 +68,7 @@ def test_the_callback_gets_what_is_new_and_the_scales_at_most_rate_times_a_secon
         return Change({"calm": 0.5})
 
     controller, _ = made(callback, clock)
-    assert controller.turn() == 0.5, "nothing was observed"
+    assert controller.turn() is None, "nothing was observed"
     controller.tell(seen(1.0))
     controller.tell(seen(2.0))
     assert controller.turn() == 0.5
@@ -221,6 +222,28 @@ def test_while_it_runs_its_edits_are_the_servers_and_then_those_from_before():
         assert engine.tell is None
         assert (engine.texts[-1] == before) is not keep
         controller.tell(seen())
+        assert not controller._thread.is_alive()
+
+
+def test_the_first_observation_is_handled_at_once_and_a_later_one_after_a_period():
+    times: queue.Queue[float] = queue.Queue()
+
+    def callback(observations, scales):
+        times.put(time.monotonic())
+
+    for rate in (0.0001, 4.0):
+        engine = Engine()
+        controller = Controller(callback, {"calm": CALM}, bounds={"calm": (0, 1)}, rate=rate)
+        with controller.on(engine):
+            time.sleep(0.05)  # the thread finds no observation, and waits
+            engine.tell(seen())
+            first = times.get(timeout=5)
+            engine.tell(seen())
+            if rate == 4.0:
+                assert times.get(timeout=5) - first > 0.2
+            else:
+                with pytest.raises(queue.Empty):
+                    times.get(timeout=0.3)
         assert not controller._thread.is_alive()
 
 

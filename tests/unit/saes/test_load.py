@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,17 @@ def close(found: torch.Tensor, wanted: np.ndarray) -> None:
 def test_what_the_files_say_is_known(case, sae):
     assert (sae.architecture, sae.place) == (case.architecture, case.place)
     assert (sae.d_model, sae.d_sae) == (D_IN, D_SAE)
+
+
+def test_folded_encoders_of_parameters_have_no_gradient(tmp_path):
+    found = load_sae(published.gated(tmp_path / "sae").path)
+    names = ("encoder", "encoder_bias", "gain")
+    found = replace(found, **{name: torch.nn.Parameter(getattr(found, name)) for name in names})
+    parts = [*found.folded(), found.fold([0])]
+    assert len(parts) > 1
+    for part in parts:
+        assert not any(each.requires_grad for each in part if each is not None)
+    assert torch.is_grad_enabled()
 
 
 def test_features_of_rows_are_the_publishers(case, sae, x):

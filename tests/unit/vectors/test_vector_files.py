@@ -302,9 +302,20 @@ def test_an_npz_that_unpacks_to_too_much_is_refused_before_it_does(tmp_path):
         load_vectors(path)
 
 
-def npz_of(member: bytes, name: str = "5.npy") -> bytes:
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_an_npz_is_unpacked_only_if_its_members_are_stored_or_deflated(method, damaged):
+    # Read by zipfile, this member would be unpacked whole, although the archive claims 140 bytes.
+    data = npz_of(npy_of(VECTOR), method=method)
+    if damaged:
+        data = data[:45] + bytes(20) + data[65:]
+    with pytest.raises(SpecError, match=f"'5.npy' is compressed with method {method} of zip; save"):
+        containers.read_npz(data)
+
+
+def npz_of(member: bytes, name: str = "5.npy", method: int = zipfile.ZIP_STORED) -> bytes:
     file = BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
+    with zipfile.ZipFile(file, "w", method) as archive:
         archive.writestr(name, member)
     return file.getvalue()
 
@@ -512,6 +523,19 @@ def test_a_damaged_deflated_npz_is_refused():
     data[200:400] = bytes(200)
     with pytest.raises(SpecError, match=r"is not an \.npz"):
         containers.read_npz(bytes(data))
+
+
+def test_whatever_byte_of_an_npz_is_damaged_the_error_is_one_of_this_package():
+    stream = BytesIO()
+    np.savez_compressed(stream, **{"direction.1": np.arange(8, dtype=np.float32)})
+    data, refused = stream.getvalue(), 0
+    for at in range(len(data)):
+        for value in (0, 0x7F, 0xFF):
+            try:
+                containers.read_npz(data[:at] + bytes([value]) + data[at + 1 :])
+            except SpecError:
+                refused += 1
+    assert refused > len(data)
 
 
 def test_one_tier_under_two_names_is_refused():

@@ -98,6 +98,7 @@ class LLM(vllm.LLM):
             additional_config["scope"].sinks.
 
     Raises:
+        ConfigError: two sinks have one name.
         ConfigError, SpecError: as in `sink_of`, for one of the consumers.
     """
 
@@ -118,7 +119,14 @@ class LLM(vllm.LLM):
         scope = {"sites": STREAM_SITES, **options.get("scope", {})}
         for one in capture_consumers or ():
             kind, name, sink = sink_of(one)
-            scope[kind] = {**mapping(scope.get(kind), f"scope.{kind}"), name: sink}
+            known = mapping(scope.get(kind), f"scope.{kind}")
+            if name in known:
+                raise ConfigError(
+                    f"capture_consumers has {shown(name)}, and there already is a sink of this "
+                    f"name in {kind}; name each sink once, in capture_consumers or in "
+                    f"additional_config['scope'].{kind}."
+                )
+            scope[kind] = {**known, name: sink}
         super().__init__(model, additional_config={**options, "scope": scope}, **vllm_kwargs)
 
 
@@ -136,7 +144,13 @@ def sink_of(consumer: object) -> tuple[str, str, dict[str, object]]:
     known = {"name", "params", "instance_name"}
     if not isinstance(consumer, Mapping) or "name" not in consumer or not set(consumer) <= known:
         raise ConfigError(f"{where} has {shown(consumer)}; each must be {{name, params}}.")
-    name, params = consumer["name"], dict(consumer.get("params") or {})
+    name, params = consumer["name"], consumer.get("params") or {}
+    if not isinstance(name, str) or not isinstance(params, Mapping):
+        raise ConfigError(
+            f"{where} has the name {shown(name)} and the params {shown(params)}; a name is a text, "
+            "and params is an object of options."
+        )
+    params = dict(params)
     if consumer.get("instance_name") not in (None, name):
         raise ConfigError(
             f"{where} has the instance_name {shown(consumer['instance_name'])}; a sink has one "
@@ -146,7 +160,7 @@ def sink_of(consumer: object) -> tuple[str, str, dict[str, object]]:
         return "sinks", name, params
     where = f"{where}.{name}"
     allowed = [*_FILES, "default_layout", *_ALWAYS, *sorted(_IDLE), *sorted(_GLOBAL)]
-    if unknown := sorted(set(params) - set(allowed)):
+    if unknown := sorted(set(params) - set(allowed), key=str):
         raise ConfigError(f"{where} has {shown(unknown[0])}; its params are {', '.join(allowed)}.")
     for option, value in _ALWAYS.items():
         if params.get(option, value) != value:
@@ -156,7 +170,7 @@ def sink_of(consumer: object) -> tuple[str, str, dict[str, object]]:
             )
     sink: dict[str, object] = {_FILES[key]: params[key] for key in _FILES if key in params}
     layout = params.get("default_layout", "per_file")
-    if layout not in _LAYOUTS:
+    if not isinstance(layout, str) or layout not in _LAYOUTS:
         raise ConfigError(
             f"{where}.default_layout is {shown(layout)}; it must be {', '.join(_LAYOUTS)}."
         )

@@ -110,7 +110,8 @@ def _of_kind(value: object, where: str, kinds: _Kinds) -> Mapping[object, object
 
 def _check_scope(scope: object, when: object, where: str) -> None:
     if not isinstance(scope, str) or scope not in _SCOPES:
-        raise SpecError(f"{where} is {shown(scope)}; it must be {' or '.join(_SCOPES)}.")
+        allowed = [name for name, refused in _SCOPES.items() if not refused]
+        raise SpecError(f"{where} is {shown(scope)}; it must be {' or '.join(allowed)}.")
     refused = _SCOPES[scope]
     if scope == "rest_of_request" and when == "probe":
         refused = "a sigmoid cannot stay open; use this_token, or vllm_scope.Gate with a Latch"
