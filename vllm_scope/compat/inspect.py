@@ -1,4 +1,4 @@
-"""A model provider for the framework Inspect, which reads models during an evaluation.
+"""A model provider for the evaluation framework Inspect, which reads and edits the model's rows.
 
     inspect eval task.py --model vllm-scope/Qwen/Qwen3-8B
     get_model("vllm-scope/any-name", model_path="toyworld/model", chat=False, max_model_len=256)

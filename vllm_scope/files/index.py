@@ -171,8 +171,8 @@ class Index(msgspec.Struct, frozen=True):
     """The requests of one file.
 
     Attributes:
-        dtypes: the dtype of each tensor whose bits the layout `npz` stores with another dtype, by
-            the tensor's name.
+        dtypes: in the layout `npz`, the real dtype of each tensor whose dtype numpy does not have,
+            by the tensor's name. The file has the bits of such a tensor as integers.
     """
 
     layout: Literal["per_request", "packed", "sharded", "npz"]

@@ -94,7 +94,7 @@ class Op(NamedTuple):
 
     Attributes:
         code: OP_...
-        at: for OP_READ, an index into the points of the arena layout.
+        at: for OP_READ, the index of the row's point in `Layout.arena.points`.
         vector: the vector v of the formulas at the top of this file, float32 [width of a row].
         a, b, c, d, e: the operation's numbers in the formulas at the top of this file.
         source: the register with a feature's activation, or with the score of a gate with a state.

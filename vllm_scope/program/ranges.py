@@ -21,8 +21,8 @@ from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.selectors import ITEM_BYTES, items_of, num_bytes_of
 
 #: If the picks together name more positions than MOST_ITEMS, their columns are not cached, because
-#: to hash such picks takes longer than to compute the columns. Each position of a replacement
-#: counts two times.
+#: to hash such picks takes longer than to compute the columns. The positions of a
+#: Replace count two times, because they are in `Pick.positions` and in the pick's selector.
 MOST_ITEMS: Final = 64
 #: The largest number of bytes in each of the two caches.
 REMEMBERED_BYTES: Final = 16 << 20

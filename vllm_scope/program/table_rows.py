@@ -278,7 +278,8 @@ class OpList:
         return _Selected(np.array(index, np.int64), exists, here, cells, program, op, vector)
 
     def count(self, columns: NDArray[np.int32]) -> tuple[int, int, list[bytes], set[Head]]:
-        """Count the programs of some columns. Returns the number of distinct programs, the number
+        """Count the programs of tokens with these columns. A column has the value of each pick for
+        one token, [num_picks, num_columns]. Returns the number of distinct programs, the number
         of operations in all programs, the keys of all vectors, and the heads that at least one
         program needs."""
         found = self._select(columns)

@@ -255,7 +255,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Sites:
-    """The taps of an engine: its layers, and the boundaries that carry a tap.
+    """The boundaries that one engine taps, the model's number of layers, and the sizes of rows.
 
     Attributes:
         dtype: dtype of the stream's rows, without "torch.".

@@ -38,7 +38,7 @@ class Column:
     @property
     def values(self) -> Tensor:
         """The rows [n, *row_shape], or the scores (float32 [n]), on the CPU. Each access decodes
-        encoded rows again. A column of features has no `values`."""
+        encoded rows again. A column of features or of a lens has no `values`."""
         assert not isinstance(self.source, SparseRows)
         return shaped(decoded(self.source), self.row_shape)
 

@@ -36,7 +36,8 @@ Buffer = bytes | memoryview
 #: column's JSON item, which say where the values are.
 Values = Callable[[Column], Json]
 #: The name of a column. The name of a stream is (site, layer, "after" or "before"). The name of a
-#: probe or of features is the action's name. For one layer of a lens, the name is `lens_label`.
+#: probe or of features is the action's name. For one layer of a lens, the name is the
+#: result of `request.resolved.lens_label`.
 Label = tuple[str, int, str] | str
 
 #: The largest count of numbers of scores, features and lenses inside the answer, for one choice.

@@ -81,8 +81,9 @@ class SteeringModule(Mapping[SiteLayer, Vector]):
 
     Raises:
         SpecError: the module has no vectors or more than MAX_VECTORS; a tier is unknown; a key is
-            not (site, layer), or names the stream of another key; a vector has a wrong rank or
-            type; a vector has NaN or infinity in float32; or vectors have different sizes.
+            not (site, layer); two keys are names of one stream, such as `pre_attn` and `resid_pre`
+            of one layer; a vector has a wrong rank or type; a vector has NaN or infinity in
+            float32; or vectors have different sizes.
     """
 
     vectors: Mapping[SiteLayer, Vector]

@@ -111,7 +111,7 @@ class Filler:
 
     @property
     def much_waits(self) -> bool:
-        """True if more than half of the slots that may wait for the drain thread are waiting."""
+        """True if the number of slots that wait for the drain thread is above half of its limit."""
         return 2 * self._num_waiting > self._most_put_off
 
     def fill_waiting(self, steps: Sequence[Rows]) -> list[Rows]:

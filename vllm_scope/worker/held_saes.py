@@ -83,8 +83,8 @@ class PairMaker(Protocol):
     """Makes pairs (index, value) from rows."""
 
     def pack(self, rows: Tensor, count: int) -> Tensor:
-        """uint8 [num_rows, bytes in whole slots]: for each row, `count` int32 indices, then `count`
-        float32 values.
+        """uint8 [num_rows, bytes of whole slots]: for each row, `count` int32 indices, then `count`
+        float32 values, then zeros up to the end of a slot.
 
         Args:
             rows: [num_rows, width], on the device.

@@ -102,8 +102,8 @@ def stop_judged(
 
 
 def tell_workers(scheduler: Scheduler, judged: Mapping[str, Judged]) -> set[str]:
-    """Store the stages that begin and the new scales, which the next step's news sends to all
-    workers.
+    """Store the names of the first stages that now have a verdict, and the new scales of edits. The
+    next step's news sends both to all workers.
 
     Returns:
         The ids of requests whose new scales are too late, because a step has already begun to
@@ -129,7 +129,8 @@ def has_due(scheduler: Scheduler) -> bool:
 
 
 def take_due(scheduler: Scheduler) -> Due:
-    """The begun stages and the new scales since the last call, only of requests that still run."""
+    """The first stages with a verdict and the new scales that were stored since the last call, only
+    of requests that still run."""
     due, running = _due.pop(scheduler), scheduler.requests
     if due is None:
         return Due()

@@ -68,7 +68,8 @@ def install_part_taps(
 
 
 def input_of(module_class: type) -> str | None:
-    """The name of the forward's parameter for its input. None if no parameter has a known name."""
+    """The name of the parameter by which the class's `forward` gets the module's input. None if no
+    parameter has a name in INPUTS."""
     names = parameters(module_class)
     return next((name for name in INPUTS if name in names), None)
 

@@ -100,7 +100,7 @@ class Edit(Action):
         if isinstance(value, Array):
             _check_rows(value, self.layer_numbers, f"{kind}.{name}", most_dims)
             if self.needs_direction and not value.numpy.any(axis=-1).all():
-                raise SpecError(f"{kind}.{name} is zero; a direction has a length.")
+                raise SpecError(f"{kind}.{name} is zero; a direction must have a length above 0.")
 
 
 def _check_rows(value: Array, layers: tuple[int, ...] | None, where: str, most_dims: int) -> None:
