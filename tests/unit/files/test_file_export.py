@@ -203,8 +203,9 @@ def test_exports_refuse_what_they_cannot_do(capture, tmp_path):
             ConfigError, match=r"streams is .*; it must be a list of .* \[\('embed', 0\)\]"
         ):
             export_dataset(capture, tmp_path / "a", streams)
-    with pytest.raises(ConfigError, match="context_size is 0"):
-        export_saelens(capture, tmp_path / "a", "embed", 0, "x", 0)
+    for size in (0, -1, -2):
+        with pytest.raises(ConfigError, match=f"context_size is {size}; it must be at least 1"):
+            export_saelens(capture, tmp_path / "a", "embed", 0, "x", size)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("x")
     with pytest.raises(FileError, match="is not empty"):
