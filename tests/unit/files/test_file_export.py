@@ -241,6 +241,24 @@ def test_a_missing_remote_root_is_an_error(tmp_path):
         vllm_scope.open("nosuchscheme://x")
 
 
+@pytest.mark.parametrize("method", ["isfile", "find", "open", "size", "get_file"])
+def test_any_exception_of_a_remote_file_system_is_a_file_error(method, monkeypatch):
+    """For example, a store whose sign-in fails raises an error that is no OSError."""
+    pytest.importorskip("fsspec")
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    url = f"memory://{uuid.uuid4().hex}"
+    with writer_of(url, layout="per_request") as writer:
+        put(writer, 1)
+
+    def refuse(*_args, **_options):
+        raise RuntimeError("sign in first")
+
+    monkeypatch.setattr(MemoryFileSystem, method, refuse)
+    with pytest.raises(FileError, match="cannot be read: sign in first"):
+        vllm_scope.open(url)[0]["embed", 0]
+
+
 def test_exports_of_two_models_are_refused(tmp_path):
     pytest.importorskip("pyarrow")
     for first, second in ((4, 8), (8, 4)):
