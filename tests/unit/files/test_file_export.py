@@ -166,6 +166,21 @@ def test_samples_with_gaps_or_wrong_masks_are_refused(capture, whole, tmp_path):
         export_speculators(vllm_scope.open(tmp_path / "gap"), tmp_path / "c", [("resid_post", 5)])
 
 
+def test_an_export_of_draft_samples_that_failed_is_repeated_into_the_same_folder(whole, tmp_path):
+    pytest.importorskip("pyarrow")
+    streams, out = [("resid_post", 7)], tmp_path / "out"
+
+    def mask_of(request):
+        if request.manifest.name == "2":
+            raise RuntimeError("no mask")
+        return [1] * (len(request.token_ids) - 1)
+
+    with pytest.raises(RuntimeError, match="no mask"):
+        export_speculators(whole, out, streams, mask_of)
+    assert not list(out.iterdir())
+    assert export_speculators(whole, out, streams) == 3
+
+
 @pytest.mark.parametrize("streams", [[("resid_post", 7), ("resid_post", 2)], [("resid_post", 1)]])
 def test_draft_samples_whose_last_place_is_not_the_last_layer_are_refused(streams, whole, tmp_path):
     pytest.importorskip("pyarrow")
