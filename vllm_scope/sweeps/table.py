@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.errors import ConfigError, FileError, SpecError, checked_ending
+from vllm_scope.files.arrow import arrow
 from vllm_scope.views.heatmap import HeatMap
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ class SweepTable:
 
         Raises:
             FileError: the path has another ending, or its folder does not exist.
+            ConfigError: the path ends with ".parquet", and pyarrow is not installed.
         """
         target = Path(path)
         writers = {
@@ -167,7 +169,7 @@ class SweepTable:
                   self._metadata())  # fmt: skip
 
     def _write_parquet(self, path: Path) -> None:
-        import pyarrow as pa
+        pa = arrow()
         import pyarrow.parquet as pq
 
         coords = self.coords
