@@ -48,8 +48,8 @@ class Processes:
         if devices and count * gpus > len(devices):
             if gpus > len(devices):
                 raise ConfigError(
-                    f"each engine needs {gpus} GPUs, and this host has {len(devices)}; take smaller "
-                    "parallel sizes in engine, or use ray on hosts that have enough GPUs."
+                    f"each engine needs {gpus} GPUs, and this host has {len(devices)}; give "
+                    "smaller parallel sizes in engine, or use ray on hosts with enough GPUs."
                 )
             raise ConfigError(
                 f"{count} engines need {count * gpus} GPUs, and this host has {len(devices)}; take "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import queue
@@ -508,7 +509,7 @@ def test_each_dial_waits_for_an_answer_and_no_pause_follows_the_last_dial(
     ended = time.monotonic()
     assert len(waits) == 1 + tcp.MOST_DIALS
     assert all(stop - start >= 0.5 for start, stop in waits[1:])
-    assert all(then[0] - stop >= 0.5 for (_, stop), then in zip(waits[1:], waits[2:], strict=False))
+    assert all(then[0] - stop >= 0.5 for (_, stop), then in itertools.pairwise(waits[1:]))
     assert ended - waits[-1][1] < 0.4
     sender.close()
 
