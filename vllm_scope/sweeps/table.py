@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.errors import ConfigError, FileError, SpecError, checked_ending
-from vllm_scope.files.arrow import arrow
 from vllm_scope.views.heatmap import HeatMap
 
 if TYPE_CHECKING:
@@ -169,9 +168,15 @@ class SweepTable:
                   self._metadata())  # fmt: skip
 
     def _write_parquet(self, path: Path) -> None:
-        pa = arrow()
-        import pyarrow.parquet as pq
-
+        # `files.arrow` has the same check, but loads torch, which a client need not have.
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError as error:
+            raise ConfigError(
+                "a .parquet file needs the package pyarrow; pip install 'vllm-scope[files]', or "
+                "save a .safetensors file."
+            ) from error
         coords = self.coords
         grid = np.meshgrid(*map(np.array, coords.values()), indexing="ij")
         columns = {name: each.ravel() for name, each in zip(coords, grid, strict=True)}
