@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import statistics
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -185,16 +185,16 @@ def through_an_engine(folder: Path, dd: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=Path(".bench"))
+    parser.add_argument(
+        "--folder", type=Path, default=Path(".bench"), help="the files are below this folder"
+    )
     parser.add_argument("--gib", type=float, default=0.5, help="GiB of a writer in a turn")
     parser.add_argument("--turns", type=int, default=24)
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    try:
-        dd = writers_alone(arguments.folder, int(arguments.gib * (1 << 30)), arguments.turns)
-        through_an_engine(arguments.folder, dd)
-    finally:
-        shutil.rmtree(arguments.folder)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as made:
+        dd = writers_alone(Path(made), int(arguments.gib * (1 << 30)), arguments.turns)
+        through_an_engine(Path(made), dd)
 
 
 if __name__ == "__main__":

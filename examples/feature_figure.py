@@ -72,8 +72,10 @@ def _write_contexts(
             weight="bold", va="center",
         )  # fmt: skip
         # Contexts that differ, the strongest first.
-        distinct = list({one.tokens.tobytes(): one for one in top}.values())[:NUM_TOKENS]
-        for j, one in enumerate(distinct):
+        distinct: dict[bytes, Strong] = {}
+        for one in top:
+            distinct.setdefault(one.tokens.tobytes(), one)
+        for j, one in enumerate(list(distinct.values())[:NUM_TOKENS]):
             y = NUM_TOKENS * i + j + 0.5
             axes.text(16, y, f"{one.value:5.1f}", fontsize=_SIZE, va="center", family="monospace")
             _write_tokens(axes, one, 23, y, int(width) - 23, top[0].value, decode)

@@ -37,6 +37,8 @@ def by_layout(
     data = slots.numpy().reshape(-1)
     num_tokens = len(layout_of)
     everything = np.arange(num_tokens)
+    if not num_tokens and not len(data):
+        return
     if len(layouts) == 1:
         yield layouts[0], everything, data.reshape(num_tokens, -1)
         return

@@ -10,6 +10,7 @@ Source: the classes ArrowDataset of speculators and FileTransfer of hs-connector
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -42,7 +43,7 @@ def export_speculators(
     """Write a folder from which speculators trains draft models. Returns the number of samples.
 
     A sample is one request, which has rows at consecutive positions from 0 on. The dtype of the
-    rows does not change.
+    rows does not change. If the function raises an error, the samples that it wrote are removed.
 
     Args:
         folder: an empty folder, or the path of a new folder.
@@ -89,7 +90,11 @@ def export_speculators(
                 arrays = [pa.array(c, type=f.type) for c, f in zip(columns, schema, strict=True)]
                 yield pa.record_batch(arrays, schema=schema)
 
-    return save(root, schema, features | {"seq_len": value_of("int64")}, batches, "torch")
+    try:
+        return save(root, schema, features | {"seq_len": value_of("int64")}, batches, "torch")
+    except BaseException:
+        shutil.rmtree(root / "hidden_states", ignore_errors=True)
+        raise
 
 
 def _check_last(requests: Sequence[CapturedRequest], stream: SiteLayer) -> None:

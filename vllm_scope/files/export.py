@@ -142,6 +142,8 @@ def export_saelens(
         As `export_dataset`. Also raises ConfigError if `context_size` is below 1.
     """
     pa = arrow()
+    if context_size < 1:
+        raise ConfigError(f"context_size is {context_size}; it must be at least 1.")
     stream = (site, layer)
     requests, widths = chosen(capture, [stream])
     width = widths[stream]
@@ -191,8 +193,6 @@ def export_saelens(
 
 def _context_starts(positions: np.ndarray, context_size: int) -> list[int]:
     """The indices of rows at which a context of `context_size` consecutive positions begins."""
-    if context_size < 1:
-        raise ConfigError(f"context_size is {context_size}; it must be at least 1.")
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
     starts: list[int] = []
     for first, last in zip([0, *breaks.tolist()], [*breaks.tolist(), len(positions)], strict=True):

@@ -63,8 +63,10 @@ def export_features(capture: Capture, path: str | Path, name: str) -> int:
     def tables() -> Iterator[Table]:
         for request in requests:
             table = _table(request.features(name))
-            uid = pa.array([request.manifest.uid] * len(table))
-            tokens = request.token_ids[torch.tensor(table["position"].to_pylist())]
+            # The dtypes are named, because a table of a request without tokens has no values.
+            uid = pa.array([request.manifest.uid] * len(table), pa.string())
+            positions = torch.tensor(table["position"].to_pylist(), dtype=torch.int64)
+            tokens = request.token_ids[positions]
             yield table.add_column(0, "request", uid).add_column(
                 2, "token_id", pa.array(tokens.numpy())
             )

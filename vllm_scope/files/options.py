@@ -34,7 +34,8 @@ class FileOptions(BaseModel):
         codec_options: options of the codec.
         fsync: if True, call fsync on each file before the file becomes visible, then call fsync on
             the folder of the file.
-        file_mib: the layouts `packed` and `sharded` begin a new file when a file has this size.
+        file_mib: the layouts `packed` and `sharded` begin a new file when the tensors of a file
+            have this size. `sharded` also begins a new file when the index of a file has 512 MiB.
         packed_requests: the layout `packed` begins a new file after this number of requests.
         mode: the permissions of local files, as an octal number, such as '640'. If a user may read
             the files, the user may also enter the folders that the writer makes. The permissions of

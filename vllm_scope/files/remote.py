@@ -13,8 +13,8 @@ from __future__ import annotations
 import secrets
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -41,17 +41,28 @@ def _file_system(url: str) -> tuple[AbstractFileSystem, str]:
     return system, root.rstrip("/")
 
 
+@contextmanager
+def _file_errors(what: str) -> Iterator[None]:
+    """Raise each exception of the block as a FileError, because each file system of fsspec raises
+    exceptions of its own.
+
+    Args:
+        what: the first words of the error's text, such as "s3://a/b cannot be read".
+    """
+    try:
+        yield
+    except Exception as error:
+        raise FileError(f"{what}: {error}") from None
+
+
 def read_remote(url: str, name: str) -> bytes | None:
     """The content of a small file below a URL. None if the file does not exist. Raises FileError,
     and ConfigError if fsspec is missing or cannot open the URL."""
     system, root = _file_system(url)
-    try:
+    body: bytes | None = None
+    with _file_errors(f"{url}/{name} cannot be read"), suppress(FileNotFoundError):
         system.invalidate_cache()
-        body: bytes = system.cat_file(f"{root}/{name}")
-    except FileNotFoundError:
-        return None
-    except Exception as error:  # each file system of fsspec raises exceptions of its own
-        raise FileError(f"{url}/{name} cannot be read: {error}") from None
+        body = system.cat_file(f"{root}/{name}")
     return body
 
 
@@ -101,21 +112,17 @@ class RemoteStaged:
 
     def places(self) -> list[str]:
         start = f"{self._root}/{self._folder}/"
-        try:
+        with _file_errors(f"{self._url} cannot be read"):
             self._system.invalidate_cache()
             files = self._system.find(start.rstrip("/"))
-        except Exception as error:  # each file system of fsspec raises exceptions of its own
-            raise FileError(f"{self._url} cannot be read: {error}") from None
         found = {file[len(start) :].partition("/")[0] for file in files if file.startswith(start)}
         return sorted(f"{self._url}/{self._folder}/{name}" for name in found)
 
     def move(self, place: str, names: Iterable[str]) -> None:
         inside = f"{self._root}/{self._folder}/{place.rpartition('/')[2]}"
-        try:
+        with _file_errors(f"{place} cannot be moved to {self._url}"):
             for name in names:
                 self._system.mv(f"{inside}/{name}", f"{self._root}/{name}")
-        except Exception as error:  # each file system of fsspec raises exceptions of its own
-            raise FileError(f"{place} cannot be moved to {self._url}: {error}") from None
 
     def remove(self, place: str) -> None:
         with suppress(Exception):
@@ -129,13 +136,13 @@ class RemoteFolder:
     def __init__(self, url: str) -> None:
         self._system, root = _file_system(url)
         self._only: str | None = None
-        try:
-            if self._system.isfile(root):
-                root, _, self._only = root.rpartition("/")
-            elif not self._system.isdir(root):
-                raise FileError(f"{url} does not exist; name a file or a folder of captured rows.")
-        except OSError as error:
-            raise FileError(f"{url} cannot be read: {error}") from None
+        with _file_errors(f"{url} cannot be read"):
+            is_file = self._system.isfile(root)
+            is_there = is_file or self._system.isdir(root)
+        if not is_there:
+            raise FileError(f"{url} does not exist; name a file or a folder of captured rows.")
+        if is_file:
+            root, _, self._only = root.rpartition("/")
         self._root = root
         self._fetched = tempfile.TemporaryDirectory(prefix="vllm-scope-")
         self._lock = threading.Lock()
@@ -144,8 +151,10 @@ class RemoteFolder:
         if self._only is not None:
             return [self._only]
         found: list[str] = []
-        self._system.invalidate_cache()  # other processes may write files below this URL now
-        for path in self._system.find(self._root):
+        with _file_errors(f"{self._root} cannot be read"):
+            self._system.invalidate_cache()  # other processes may write files below this URL now
+            paths = self._system.find(self._root)
+        for path in paths:
             name = path[len(self._root) :].lstrip("/")
             hidden = any(part.startswith(".") for part in name.split("/"))
             if name.endswith(SUFFIXES) and not hidden:
@@ -154,10 +163,8 @@ class RemoteFolder:
 
     def open(self, name: str) -> tuple[BinaryIO, int]:
         path = f"{self._root}/{name}"
-        try:
+        with _file_errors(f"{path} cannot be read"):
             return self._system.open(path, "rb"), int(self._system.size(path))
-        except OSError as error:
-            raise FileError(f"{path} cannot be read: {error}") from None
 
     def local(self, name: str) -> Path:
         folder = Path(self._fetched.name)
@@ -169,9 +176,7 @@ class RemoteFolder:
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 arriving = path.with_name(f".{path.name}.tmp")
-                try:
+                with _file_errors(f"{self._root}/{name} cannot be read"):
                     self._system.get_file(f"{self._root}/{name}", str(arriving))
-                except OSError as error:
-                    raise FileError(f"{self._root}/{name} cannot be read: {error}") from None
                 arriving.rename(path)
         return path

@@ -25,6 +25,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from torch import Tensor
 from vllm_scope.batch.by_position import Ints
 from vllm_scope.codecs import Codec
 from vllm_scope.files.buffers import cat_rows
-from vllm_scope.files.index import Index, IndexedRequest
+from vllm_scope.files.index import MAX_INDEX_BYTES, Index, IndexedRequest
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.per_request import KEY, part_key, publish_indexed
 from vllm_scope.files.publish import Publisher
@@ -45,6 +46,9 @@ NUM_WRITERS = 2
 #: Largest number of shards that are filled at the same time. Rows of one stream with different
 #: codecs need different shards. If another shard is needed, the oldest shard is written.
 MOST_OPEN = 4
+#: A shard is also full if its index has this number of bytes. The last request of the shard can
+#: exceed this number, and the reader accepts twice this number.
+MOST_INDEX_BYTES = MAX_INDEX_BYTES // 2
 #: Smallest number of rows of a block that is decoded for a Summary. The last block can be smaller.
 BLOCK_ROWS = 4096
 #: A function that gets the decoded rows of one stream of a shard, in blocks [some, hidden_size],
@@ -90,14 +94,15 @@ class _Shard:
     """Requests whose rows go into one file.
 
     Attributes:
-        nbytes: number of bytes of the shard's tensors so far.
+        nbytes: number of bytes of the shard's tensors so far, without the index.
+        index_bytes: number of bytes of the manifests in the index so far.
         published: a future that is done when the file is visible. If the file was not written, the
             future has the exception.
     """
 
     def __init__(self, stem: str) -> None:
         self.stem = stem
-        self.nbytes = 0
+        self.nbytes = self.index_bytes = 0
         self.manifests: list[IndexedRequest] = []
         self.published: Future[None] = Future()
         self._token_ids: list[Tensor] = []
@@ -133,6 +138,7 @@ class _Shard:
         self._token_ids.append(request.token_ids)
         self._num_tokens += len(request.token_ids)
         self.manifests.append(manifest)
+        self.index_bytes += len(msgspec.json.encode(manifest)) + 1
         return Stored(manifest, self.published)
 
     def publish(self, publisher: Publisher, summary: Summary | None) -> None:
@@ -207,7 +213,7 @@ class ShardedLayout(FileLayout):
     def add(self, request: FinishedRequest) -> Stored:
         shard = self._shard_for(request)
         stored = shard.add(request)
-        if shard.nbytes >= self._options.file_bytes:
+        if shard.nbytes >= self._options.file_bytes or shard.index_bytes >= MOST_INDEX_BYTES:
             self._rotate(shard)
         return stored
 

@@ -102,13 +102,16 @@ class Documents:
         found = next((row[name] for name in names if row.get(name) is not None), None)
         if isinstance(found, str):
             return found
-        if isinstance(found, Sequence) and all(type(i) is int for i in found):
+        # bytes are a Sequence of ints, but these ints are no token ids.
+        is_bytes = isinstance(found, bytes | bytearray | memoryview)
+        if isinstance(found, Sequence) and not is_bytes and all(type(i) is int for i in found):
             return found
         there = any(name in row for name in names)
-        what = f"has the value {shown(found)}" if there else f"has {', '.join(row)}"
+        what = f"has the value {shown(found)}" if there else f"has {', '.join(map(str, row))}"
+        advice = " Bytes are neither; decode them to a text or to token ids." if is_bytes else ""
         raise SpecError(
             f"row {number} of {self.source} {what}; a document is a text or a list of token ids, "
-            f"in the column {' or '.join(names)}."
+            f"in the column {' or '.join(names)}.{advice}"
         )
 
 
@@ -141,13 +144,20 @@ def find_documents(
 
     Raises:
         FileError: there is no such data set, or a file cannot be read.
-        SpecError: the kind of the data set is unknown, a package that reads it is missing, or the
-            first row of the data set or of a file has no document, or no valid id.
+        SpecError: the kind of the data set is unknown, a package that reads it is missing, JSON
+            cannot contain the rows of a list, or the first row of the data set or of a file has no
+            document, or no valid id.
     """
     if isinstance(dataset, list | tuple):
         rows = [row if isinstance(row, Mapping) else {COLUMNS[0]: row} for row in dataset]
-        text = json.dumps(rows, sort_keys=True, default=str)
         name = f"a list of {len(rows)}"
+        try:
+            text = json.dumps(rows, sort_keys=True, default=str)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise SpecError(
+                f"{name} cannot be read: {error}; each row must be what JSON can contain, and each "
+                "key a string."
+            ) from None
         found = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         return _checked(Documents(name, found, len(rows), column, id_column, lambda: iter(rows)))
     if not isinstance(dataset, str | os.PathLike):
@@ -249,7 +259,7 @@ def _row(line: bytes, file: Path, number: int) -> Mapping[str, Any]:
         if file.suffix == ".txt":
             return {COLUMNS[0]: line.decode().rstrip("\r\n")}
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FileError(f"line {number} of {file} cannot be read: {error}") from None
     if not isinstance(row, Mapping):
         raise FileError(f"line {number} of {file} is {shown(row)}; it must be an object.")

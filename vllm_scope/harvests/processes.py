@@ -46,9 +46,14 @@ class Processes:
     def __init__(self, count: int, gpus: int) -> None:
         devices = _devices()
         if devices and count * gpus > len(devices):
+            if gpus > len(devices):
+                raise ConfigError(
+                    f"each engine needs {gpus} GPUs, and this host has {len(devices)}; give "
+                    "smaller parallel sizes in engine, or use ray on hosts with enough GPUs."
+                )
             raise ConfigError(
                 f"{count} engines need {count * gpus} GPUs, and this host has {len(devices)}; take "
-                f"{max(len(devices) // gpus, 1)}, or several hosts with ray."
+                f"{len(devices) // gpus}, or several hosts with ray."
             )
         self._devices = [devices[i * gpus : (i + 1) * gpus] for i in range(count)]
 

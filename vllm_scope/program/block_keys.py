@@ -26,7 +26,8 @@ from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.resolved import ResolvedEdit
 from vllm_scope.request.selectors import Ids, Tokens, Word
 
-#: If the edits of a request have more parts (`_parts`) than MOST_EDITS, no _Block is cached.
+#: If the edits of a request have more parts (`_parts`) than MOST_EDITS, this module keeps no _Block
+#: of the request in host memory. vLLM's cache of KV blocks does not depend on this number.
 MOST_EDITS = 8
 #: The largest number of bytes of all entries of the cache, and of one entry. An entry is a _Blocks,
 #: for one tuple of picks and one prompt length.
@@ -113,7 +114,7 @@ class _Edited:
         uniform: True if the picks depend only on the phase (prompt or generated).
         sees_ids: True if the picks also depend on the prompt's token ids.
         shared: True if the picks are few, use no token ids and name few positions. Each _Block is
-            then cached for other requests.
+            then kept in host memory for other requests.
     """
 
     def __init__(self, given: tuple[Pick, ...]) -> None:

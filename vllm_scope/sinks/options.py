@@ -12,6 +12,7 @@ Runs:  in the front-end before the engine starts, and in every process that pars
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -25,7 +26,7 @@ from vllm_scope.request.actions import MAX_NAME, MEMORY
 from vllm_scope.request.options import Number, Options, checked, nearest
 from vllm_scope.request.spec import Spec
 from vllm_scope.sinks import Sink
-from vllm_scope.sinks.reports import plain
+from vllm_scope.sinks.reports import MOST_LOGGED, failure, plain
 
 FILESYSTEM, MAX_ACTIVATING = "filesystem", "max_activating"
 #: The sinks of this package.
@@ -101,8 +102,8 @@ class SinkConfig:
     reads: str | None = None
 
     def factory(self) -> Callable[[], Sink]:
-        """A function that makes a new instance of the sink. If a plugin refuses its options with a
-        TypeError or ValueError, the function raises ConfigError.
+        """A function that makes a new instance of the sink. If a plugin's constructor raises an
+        error, the function raises ConfigError.
 
         Raises:
             ConfigError: there is no such plugin, the plugin cannot be imported, or an option of a
@@ -120,18 +121,23 @@ class SinkConfig:
             return lambda: MaxActivatingSink(sizes)
         try:
             made = _plugin(self.name).load()
-        except ImportError as error:
-            raise ConfigError(f"the sink {self.name!r} cannot be imported: {error}.") from None
+        except Exception as error:
+            raise ConfigError(
+                f"the sink {self.name!r} cannot be imported ({failure(error)}); repair its "
+                "package, or leave it out."
+            ) from error
 
         def make() -> Sink:
             try:
                 sink: Sink = made(**self.own)
-            except (TypeError, ValueError) as error:
+            except Exception as error:
                 # The text of this error is logged, and values of options may be secrets. Therefore
-                # this code names only the options. The plugin's own text can contain a value.
+                # this code names only the options.
+                names = ", ".join(sorted(map(str, self.own))) or "none"
+                # The text is cut after the values are hidden, because a cut value is not found.
+                text = plain(_without_values(failure(error, MOST_LOGGED), self.own))
                 raise ConfigError(
-                    f"the options of sink {self.name!r}, {', '.join(sorted(map(str, self.own)))}, "
-                    f"are not taken: {error}."
+                    f"the options of sink {self.name!r}, {names}, are not taken ({text})."
                 ) from None
             return sink
 
@@ -180,6 +186,21 @@ def _hidden(name: str, body: object) -> object:
         return key in known and not (isinstance(value, str) and "://" in value)
 
     return {key: value if is_shown(key, value) else HIDDEN for key, value in body.items()}
+
+
+def _without_values(text: str, value: object) -> str:
+    """The text, in which HIDDEN replaces each number and string in `value`, and each part of such a
+    string. A library's error often has only a part of a URL, such as its path."""
+    if isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            text = _without_values(text, one)
+    elif isinstance(value, str | int | float) and not isinstance(value, bool):
+        whole = str(value)
+        for part in sorted({whole, *re.findall(r"[\w.-]+", whole)} - {""}, key=len, reverse=True):
+            # A short part is hidden only if it is a whole word, because each text has short parts.
+            pattern = rf"(?<!\w){re.escape(part)}(?!\w)" if len(part) < 4 else re.escape(part)
+            text = re.sub(pattern, HIDDEN, text)
+    return text
 
 
 def _parse_one(name: object, body: object, where: str, reads: bool) -> SinkConfig:

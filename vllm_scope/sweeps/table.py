@@ -139,6 +139,7 @@ class SweepTable:
 
         Raises:
             FileError: the path has another ending, or its folder does not exist.
+            ConfigError: the path ends with ".parquet", and pyarrow is not installed.
         """
         target = Path(path)
         writers = {
@@ -167,9 +168,15 @@ class SweepTable:
                   self._metadata())  # fmt: skip
 
     def _write_parquet(self, path: Path) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
+        # `files.arrow` has the same check, but loads torch, which a client need not have.
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError as error:
+            raise ConfigError(
+                "a .parquet file needs the package pyarrow; pip install 'vllm-scope[files]', or "
+                "save a .safetensors file."
+            ) from error
         coords = self.coords
         grid = np.meshgrid(*map(np.array, coords.values()), indexing="ij")
         columns = {name: each.ravel() for name, each in zip(coords, grid, strict=True)}

@@ -166,6 +166,21 @@ def test_samples_with_gaps_or_wrong_masks_are_refused(capture, whole, tmp_path):
         export_speculators(vllm_scope.open(tmp_path / "gap"), tmp_path / "c", [("resid_post", 5)])
 
 
+def test_an_export_of_draft_samples_that_failed_is_repeated_into_the_same_folder(whole, tmp_path):
+    pytest.importorskip("pyarrow")
+    streams, out = [("resid_post", 7)], tmp_path / "out"
+
+    def mask_of(request):
+        if request.manifest.name == "2":
+            raise RuntimeError("no mask")
+        return [1] * (len(request.token_ids) - 1)
+
+    with pytest.raises(RuntimeError, match="no mask"):
+        export_speculators(whole, out, streams, mask_of)
+    assert not list(out.iterdir())
+    assert export_speculators(whole, out, streams) == 3
+
+
 @pytest.mark.parametrize("streams", [[("resid_post", 7), ("resid_post", 2)], [("resid_post", 1)]])
 def test_draft_samples_whose_last_place_is_not_the_last_layer_are_refused(streams, whole, tmp_path):
     pytest.importorskip("pyarrow")
@@ -203,8 +218,9 @@ def test_exports_refuse_what_they_cannot_do(capture, tmp_path):
             ConfigError, match=r"streams is .*; it must be a list of .* \[\('embed', 0\)\]"
         ):
             export_dataset(capture, tmp_path / "a", streams)
-    with pytest.raises(ConfigError, match="context_size is 0"):
-        export_saelens(capture, tmp_path / "a", "embed", 0, "x", 0)
+    for size in (0, -1, -2):
+        with pytest.raises(ConfigError, match=f"context_size is {size}; it must be at least 1"):
+            export_saelens(capture, tmp_path / "a", "embed", 0, "x", size)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("x")
     with pytest.raises(FileError, match="is not empty"):
@@ -238,6 +254,24 @@ def test_a_missing_remote_root_is_an_error(tmp_path):
         vllm_scope.open(f"memory:///{uuid.uuid4().hex}")
     with pytest.raises(ConfigError, match="cannot be opened"):
         vllm_scope.open("nosuchscheme://x")
+
+
+@pytest.mark.parametrize("method", ["isfile", "find", "open", "size", "get_file"])
+def test_any_exception_of_a_remote_file_system_is_a_file_error(method, monkeypatch):
+    """For example, a store whose sign-in fails raises an error that is no OSError."""
+    pytest.importorskip("fsspec")
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    url = f"memory://{uuid.uuid4().hex}"
+    with writer_of(url, layout="per_request") as writer:
+        put(writer, 1)
+
+    def refuse(*_args, **_options):
+        raise RuntimeError("sign in first")
+
+    monkeypatch.setattr(MemoryFileSystem, method, refuse)
+    with pytest.raises(FileError, match="cannot be read: sign in first"):
+        vllm_scope.open(url)[0]["embed", 0]
 
 
 def test_exports_of_two_models_are_refused(tmp_path):

@@ -105,6 +105,24 @@ def test_parquet_has_a_row_for_each_value_and_for_each_token_without_one(tmp_pat
     assert not list(tmp_path.glob("y*"))
 
 
+def test_requests_whose_features_have_no_token_add_no_row(tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet")
+    sink = FilesystemSink(FileOptions.parse({"root": str(tmp_path / "in"), "layout": "packed"}))
+    for key, tokens in enumerate(([], [1, 2, 5], [])):
+        info = RequestInfo(key, f"r{key}", f"u{key}", (100, 101, 102, 103, 104))
+        num, positions = len(tokens), np.array(tokens, np.int64)
+        sink.write(Block(info, "resid_post", 3, positions, VALUES[:num], "toy", INDICES[:num]))
+        assert sink.finish(Ending(info, (7, 8), "stop", num, num, "ok", None)).status == "ok"
+    sink.flush()
+    sink.close()
+    capture = vllm_scope.open(tmp_path / "in")
+    assert len(capture["r0"].features("toy").tokens) == 0
+    assert export_features(capture, tmp_path / "x.parquet", "toy") == 6
+    table = pq.read_table(tmp_path / "x.parquet")
+    assert set(table["request"].to_pylist()) == {capture["r1"].manifest.uid}
+    assert table["position"].to_pylist() == [1, 1, 2, 5, 5, 5]
+
+
 def test_a_result_is_saved_as_parquet(tmp_path):
     pq = pytest.importorskip("pyarrow.parquet")
     found = SparseFeatures(SparseRows(INDICES, VALUES), torch.tensor(TOKENS))

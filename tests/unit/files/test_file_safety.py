@@ -609,6 +609,16 @@ def test_an_index_that_is_too_large_is_not_read(layout, tmp_path, monkeypatch):
         vllm_scope.open(tmp_path)
 
 
+def test_a_shard_ends_before_its_index_is_too_large_to_be_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("vllm_scope.files.sharded.MOST_INDEX_BYTES", 2048)
+    monkeypatch.setattr("vllm_scope.files.datafile.MAX_INDEX_BYTES", 4096)
+    with writer_of(tmp_path, layout="sharded") as writer:
+        for seed in range(20):
+            put(writer, seed, request_id=str(seed))
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert len(vllm_scope.open(tmp_path)) == 20
+
+
 @pytest.mark.parametrize(
     "body",
     [

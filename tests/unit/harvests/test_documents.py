@@ -72,6 +72,19 @@ def test_a_list_is_a_data_set():
         (["a", None], {}, r"row 1 of a list of 2 has the value None; a document is a text or a"),
         ([{"text": 5}], {}, r"row 0 of a list of 1 has the value 5"),
         ([{"text": ["a"]}], {}, r"has the value \['a'\]"),
+        (
+            [{"text": b"ab"}], {},
+            r"has the value b'ab'; .* in the column text .* Bytes are neither; decode them",
+        ),
+        (
+            [{"text": "x", "more": {1: "a", "b": "c"}}], {},
+            r"a list of 1 cannot be read: '<' not .*; each row must be what JSON can contain",
+        ),
+        (
+            [{"text": "x", 5: "y"}], {},
+            r"a list of 1 cannot be read: '<' not .* and each key a string",
+        ),
+        ([{5: "y"}], {}, r"row 0 of a list of 1 has 5; a document is a text or a list of token"),
         ([{"text": "x"}], {"id_column": "key"}, r"row 0 of a list of 1 has no 'key'; it has text"),
         (
             [{"text": "x", "key": 1}] * 2, {"id_column": "key"},
@@ -115,9 +128,18 @@ def test_a_wrong_column_of_parquet_is_told_with_the_columns_that_are_there(id_co
         find_documents(path, "prose", id_column)
 
 
+def test_bytes_of_a_parquet_file_are_no_token_ids(tmp_path):
+    path = write_parquet(tmp_path / "x.parquet", [{"input_ids": b"ab"}])
+    with pytest.raises(SpecError, match=r"row 0 of .* has the value b'ab'; .* Bytes are neither"):
+        find_documents(path)
+
+
 def test_a_damaged_file_is_refused_with_its_name(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text"')
     with pytest.raises(FileError, match=r"line 2 of .*x\.jsonl cannot be read"):
+        list(find_documents(tmp_path))
+    (tmp_path / "x.jsonl").write_text('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    with pytest.raises(FileError, match=r"line 1 of .*x\.jsonl cannot be read: maximum recursion"):
         list(find_documents(tmp_path))
     (tmp_path / "x.jsonl").write_text("5\n")
     with pytest.raises(FileError, match=r"line 1 of .*x\.jsonl is 5; it must be an object"):

@@ -489,6 +489,8 @@ def test_arguments_that_name_no_engines_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     with pytest.raises(ConfigError, match="3 engines need 6 GPUs, and this host has 4; take 2"):
         harvest(engines=3, engine={"tensor_parallel_size": 2})
+    with pytest.raises(ConfigError, match="each engine needs 8 GPUs, and this host has 4; give sm"):
+        harvest(engines=1, engine={"tensor_parallel_size": 4, "pipeline_parallel_size": 2})
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"needs the package ray; pip install 'vllm-scope\[ray\]"):
         harvest(ray=True)

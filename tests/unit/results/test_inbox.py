@@ -99,6 +99,18 @@ def test_a_layout_without_tokens_is_skipped(boundary):
     assert np.array_equal(data, slots.numpy().reshape(3, -1))
 
 
+@pytest.mark.parametrize("boundary", [None, 2])
+@pytest.mark.parametrize("num_layouts", [1, 2])
+def test_a_batch_without_tokens_has_no_layout_with_tokens(num_layouts, boundary):
+    _, layouts = layouts_of(Spec((Read("resid_post", layers=[0]), Read("resid_post", layers=[1]))))
+    none, few = np.zeros(0, np.int64), layouts[:num_layouts]
+    empty = torch.zeros((0, SLOT_BYTES), dtype=torch.uint8)
+    assert list(by_layout(few, none, boundary, WIDTHS, empty)) == []
+    slots = torch.zeros((4, SLOT_BYTES), dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"has 4 slots|cannot reshape array of size"):
+        list(by_layout(few, none, boundary, WIDTHS, slots))
+
+
 def test_sizes_that_do_not_add_up_to_what_came_are_refused_before_anything_is_made():
     _, layouts = layouts_of(Spec((Read("resid_post", layers=[0]), Read("resid_post", layers=[1]))))
     huge = Widths((1 << 36,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.conftest import TOYWORLD
 from tests.unit.recording import Live, install, side
 from vllm_scope import ConfigError
 from vllm_scope.config import KEY, ScopeConfig
+from vllm_scope.sinks import options
 from vllm_scope.sinks.options import without_secrets
 
 SINKS = {
@@ -73,13 +75,52 @@ def test_vllms_log_of_its_arguments_has_no_token(caplog, monkeypatch):
 
 
 def test_the_error_of_a_plugin_names_its_options_without_values(monkeypatch):
-    match = "of sink 'mine', colour, url, are not taken: .* unexpected keyword"
+    match = r"of sink 'mine', colour, url, are not taken \(TypeError: .* unexpected keyword"
     with (
         pytest.raises(ConfigError, match=match) as caught,
         side(monkeypatch, {"mine": {"url": "T0KEN", "colour": "T0KEN"}}, mine=Live),
     ):
         pass
     assert "T0KEN" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        pytest.param(OSError("no https://u:T0KEN@h/x"), "OSError: no ***", id="url"),
+        pytest.param(AttributeError("host u%3AT0KEN."), "%3A***.", id="a-part-of-a-url"),
+        pytest.param(KeyError("S3CRET"), "KeyError: '***'", id="in-a-list"),
+        pytest.param(RuntimeError("4711 is no pin"), "RuntimeError: *** is no pin", id="number"),
+        pytest.param(ValueError("-" * 485 + "T0KEN"), "-***).", id="at-the-cut"),
+        pytest.param(ValueError(), "ValueError: ", id="no-text"),
+    ],
+)
+def test_each_error_of_a_plugins_constructor_is_a_configuration_error(error, says, monkeypatch):
+    class Broken(Live):
+        def __init__(self, **_options):
+            raise error
+
+    own = {"url": "https://u:T0KEN@h/x", "pin": 4711, "more": {"keys": ["S3CRET"]}, "on": True}
+    with pytest.raises(ConfigError) as caught, side(monkeypatch, {"mine": own}, mine=Broken):
+        pass
+    text = str(caught.value)
+    assert "the options of sink 'mine', more, on, pin, url, are not taken" in text
+    assert f"{type(error).__name__}: " in text
+    assert says in text
+    for secret in ("T0KE", "S3CRET", "4711"):
+        assert secret not in text
+
+
+def test_each_error_of_a_plugins_import_is_a_configuration_error(monkeypatch):
+    install(monkeypatch, {"mine": Live})
+
+    def fail():
+        raise AttributeError("module 'm' has no attribute 'Sink'")
+
+    monkeypatch.setattr(options, "_plugin", lambda *_: SimpleNamespace(load=fail))
+    match = "the sink 'mine' cannot be imported .AttributeError: module 'm' has no .*; repair its"
+    with pytest.raises(ConfigError, match=match), side(monkeypatch, {"mine": {}}, mine=Live):
+        pass
 
 
 def test_the_error_of_a_configuration_has_no_option_values(monkeypatch):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 
-from vllm_scope import FileError, SpecError
+from vllm_scope import ConfigError, FileError, SpecError
 from vllm_scope.sweeps.table import SweepTable
 
 TOKENS = [["The", " capital", " of"], [" <b>", " of"]]
@@ -70,6 +71,12 @@ def test_a_parquet_file_has_a_row_for_each_cell(table, tmp_path):
         assert row["value"] == value or (np.isnan(value) and np.isnan(row["value"]))
         assert row["token"] == (TOKENS[i][position] if position < len(TOKENS[i]) else None)
         assert row["plain"] == table.plain[i]
+
+
+def test_without_pyarrow_a_sentence_says_what_to_install(table, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"the package pyarrow; pip install .*, or save a \.safe"):
+        table.save(tmp_path / "x.parquet")
 
 
 def test_another_ending_is_refused(table, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import queue
@@ -477,6 +478,39 @@ def test_a_front_end_that_died_does_not_hold_a_worker(how, ring, impatient, monk
     assert _all_free(ring)
     child.kill()
     child.wait()
+    sender.close()
+
+
+def test_each_dial_waits_for_an_answer_and_no_pause_follows_the_last_dial(
+    ring, impatient, monkeypatch
+):
+    waits: list[tuple[float, float]] = []
+    serve = TcpSender._serve
+
+    def timed(self, *ends):
+        started = time.monotonic()
+        try:
+            serve(self, *ends)
+        finally:
+            waits.append((started, time.monotonic()))
+
+    monkeypatch.setattr(TcpSender, "_serve", timed)
+    child = subprocess.Popen([sys.executable, "-c", FRONT_END], stdout=subprocess.PIPE)
+    address = msgspec.json.decode(child.stdout.readline(), type=TcpAddress)
+    with monkeypatch.context() as patient:  # the process may be slow to answer
+        patient.setattr(tcp, "DIAL_S", 30.0)
+        patient.setattr(tcp, "ANSWER_S", 30.0)
+        sender = TcpSender(address, ring)
+    monkeypatch.setattr(tcp, "DIAL_S", 0.5)
+    child.kill()
+    child.wait()
+    sender._thread.join(PATIENCE_S)
+    assert sender.dead
+    ended = time.monotonic()
+    assert len(waits) == 1 + tcp.MOST_DIALS
+    assert all(stop - start >= 0.5 for start, stop in waits[1:])
+    assert all(then[0] - stop >= 0.5 for (_, stop), then in itertools.pairwise(waits[1:]))
+    assert ended - waits[-1][1] < 0.4
     sender.close()
 
 

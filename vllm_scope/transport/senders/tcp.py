@@ -42,8 +42,8 @@ from vllm_scope.transport.senders.base import ANSWER_S, Sender
 logger = logging.getLogger("vllm.vllm_scope")
 
 #: After a lost connection, the thread connects again at once, then MOST_DIALS - 1 times after a
-#: pause of DIAL_S seconds. Each time, the thread waits DIAL_S seconds for an answer. Without any
-#: answer, the front-end counts as dead after one more pause.
+#: pause of DIAL_S seconds. Each time, the thread waits DIAL_S seconds for an answer. If the last
+#: connection has no answer either, the front-end counts as dead at once.
 MOST_DIALS = 3
 DIAL_S = 2.0
 #: How long, in seconds, a closing worker waits at most until a front-end has read all messages.
@@ -96,7 +96,9 @@ class TcpSender(Sender):
         #: Messages that were sent, and that the front-end has not read. Only the thread changes
         #: this queue.
         self._unread: deque[_Sent] = deque()
+        #: The number of connections since the front-end last read a message.
         self._num_dials = 0
+        self._given_up = False
         self._dead = False
         self._lock = threading.Lock()
         self._close_at = float("inf")
@@ -149,7 +151,7 @@ class TcpSender(Sender):
         return any(sent.lease is not None and sent.lease.overlaps(lease) for sent in waiting)
 
     def give_up(self) -> None:
-        self._num_dials = MOST_DIALS + 1
+        self._given_up = True
         self._wake_thread()
 
     def close(self, patience_s: float = CLOSE_S) -> None:
@@ -167,7 +169,7 @@ class TcpSender(Sender):
 
     def _run(self) -> None:
         try:
-            while not self._over():
+            while not self._over() and self._num_dials < MOST_DIALS:
                 self._serve_connection()
         except Exception:
             logger.exception("vllm-scope: the connection to a front-end failed")
@@ -175,7 +177,7 @@ class TcpSender(Sender):
             self._give_up()
 
     def _over(self) -> bool:
-        if self._num_dials > MOST_DIALS:
+        if self._given_up:
             return True
         idle = not self._outgoing and not self._unread
         closing = self._close_at < float("inf")
@@ -234,7 +236,7 @@ class TcpSender(Sender):
 
     def _confirm(self, num_read: int) -> None:
         if num_read == CLOSED:
-            self._num_dials = MOST_DIALS + 1  # the thread ends
+            self._given_up = True  # the thread ends
             return
         self._num_confirmed = num_read
         progress = not self._unread
