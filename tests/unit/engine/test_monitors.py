@@ -312,6 +312,24 @@ def test_half_an_escalation_at_the_start_is_told_its_other_half(more, sentence):
     assert sentence in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("url", "came"),
+    [
+        ("http://", "a text"),
+        ("http://[", "a text"),
+        ("https:///T0KEN", "a text"),
+        ("https://hooks.example:T0KEN/x", "a text"),
+        ("ftp://hooks.example/T0KEN", "a text"),
+        ("hooks.example/T0KEN", "a text"),
+        (3, "3"),
+    ],
+)
+def test_a_url_to_which_nothing_can_be_sent_is_refused_and_not_shown(url, came):
+    with pytest.raises(SpecError, match=rf"^monitors\['one'\].url is {came}.* with a host") as no:
+        parse_all({"one": FLAG | {"action": "escalate", "url": url}})
+    assert "T0KEN" not in str(no.value)
+
+
 @pytest.fixture
 def monitored(monkeypatch):
     """An engine with one monitor; no other translator is registered."""
