@@ -110,8 +110,8 @@ class Cursor:
         #: Streams of one table usually share their position arrays. Then one call of `follow` is
         #: enough for all these streams.
         known: dict[tuple[int, ...], tuple[State, Ints, Places]] = {}
-        #: The objects whose ids are in the keys of `known`. Python can give the id of an object that
-        #: has been freed to a new object.
+        #: The objects whose ids are in the keys of `known`. If such an object were freed, Python
+        #: could give its id to a new object.
         kept: list[tuple[State, list[Ints]]] = []
         for track in self._of(result):
             if track.state is None:
