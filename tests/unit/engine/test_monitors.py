@@ -347,6 +347,25 @@ def monitored(monkeypatch):
     monitors.set_on(engine, {})
 
 
+def test_monitors_that_together_have_no_room_are_refused_and_the_earlier_ones_stay(monitored):
+    connection = connections.of(monitored.output_processor)
+    most = connection.limits.vectors
+    several = {
+        f"m{i}": FLAG | {"weight": [[0.5, 1.0, j, i] for j in (0, 1)], "layers": [0, 1]}
+        for i in range(64)
+    }
+    sentence = (
+        rf"these 64 monitors, .* 128 vectors, .* this engine has {most} vectors.*fewer monitors"
+    )
+    with pytest.raises(SpecError, match=sentence):
+        monitors.set_on(monitored, several)
+    assert names(monitored) == ["one"]
+    with pytest.raises(SpecError, match=sentence):  # at the start, in a worker
+        monitors.check(parse_all(several), SITES, 1, connection.limits)
+    monitors.set_on(monitored, dict(list(several.items())[: most // 2]))
+    assert len(names(monitored)) == most // 2
+
+
 def test_the_spec_that_requests_get_is_ready_when_monitors_are_set(monitored, monkeypatch):
     connection = connections.of(monitored.output_processor)
     with monkeypatch.context() as patch:
