@@ -86,7 +86,7 @@ class Road:
             "weight": (weight / 4096).tolist(), "layers": LAYERS[:num_layers],
             "aggregate": "max", "threshold": 1e6,
         }  # fmt: skip
-        monitors.set_monitors(engine, {"eight": body}, self.sites)
+        monitors.set_monitors(engine, {"eight": body}, self.connection)
         _, arrays = pack(tuple(one.probe for one in monitors.monitors_of(self.config)))
         self.held = self.core.registry.hold("", encode_arrays(arrays.values()))
 

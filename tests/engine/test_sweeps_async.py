@@ -14,6 +14,7 @@ from vllm_scope import KL, LogitDifference, Logprob, ScopeError, Sweep, sweep_as
 from vllm_scope.engine.frontend.sweeping import Sweeping
 from vllm_scope.request.answers import NO_LOGPROBS
 from vllm_scope.results.inbox import inbox
+from vllm_scope.sweeps import yielding
 
 ASKED, OTHER = (f"Q: What is the capital of {name}? A:" for name in ("Ritova", "Kimar"))
 METRIC = LogitDifference(" Sotburg", " Rindos")
@@ -164,9 +165,13 @@ def test_a_sweep_yields_to_other_requests_while_they_run(engine, loop):
     assert errors == [{}, {}]
 
 
-def test_a_sweep_hears_of_other_front_ends_with_its_answers(engine, loop, monkeypatch):
+@pytest.mark.parametrize(("num_tokens", "together"), [(yielding.TOKENS, 16), (1, 1)])
+def test_a_sweep_hears_of_other_front_ends_with_its_answers(
+    num_tokens, together, engine, loop, monkeypatch
+):
     """This process is made to look at none of its own requests."""
     monkeypatch.setattr(Sweeping, "_others", lambda self: False)
+    monkeypatch.setattr(yielding, "TOKENS", num_tokens)
 
     async def watched():
         cells, most = [], 0
@@ -180,11 +185,14 @@ def test_a_sweep_hears_of_other_front_ends_with_its_answers(engine, loop, monkey
             running = await counted(engine)
             if before > 32:  # of the cells that were sent at first, the last have answered
                 most = max(most, running)
-        num_beside = len(cells)
-        return most, num_beside, (await task).errors
+        num_beside, after = len(cells), 0
+        while not task.done():
+            after = max(after, await counted(engine))
+        return most, num_beside, after, (await task).errors
 
-    most, num_beside, errors = loop.run(watched())
-    assert most <= 16
+    most, num_beside, after, errors = loop.run(watched())
+    assert most <= together
+    assert after > 16, "the sweep still yields to requests that have ended"
     assert 32 < num_beside < 6 * 72
     assert errors == {}
 

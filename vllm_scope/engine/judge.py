@@ -11,6 +11,7 @@ contain all ended completions of this process.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -102,10 +103,12 @@ class Judge:
                     )
                 )  # fmt: skip
             if verdict is not None and monitor.webhook is not None:
+                # JSON has no infinity. The JSON of an answer's verdicts has null in the same case.
+                value = verdict.value if math.isfinite(verdict.value) else None
                 monitor.webhook.tell(
                     {
                         "monitor": name, "request_id": request_id, "completion": completion,
-                        "position": verdict.position, "value": verdict.value,
+                        "position": verdict.position, "value": value,
                     },
                     None if self._peers is None else self._peers.changed,
                 )  # fmt: skip

@@ -9,8 +9,9 @@ From:  config (`monitors`), server.shared, server.peers.   To: frontend.translat
 A monitor is a probe with a threshold. In a request, the probe of the monitor NAME has the name
 `monitor/NAME`.
 
-Promise: if the model does not support a configured monitor, the engine does not start. If the model
-does not support a monitor that an operator sets later, the monitor is refused. Therefore a monitor
+Promise: if the model does not support a configured monitor, or the engine has no room for all
+configured monitors, the engine does not start. If the same is true of monitors that an operator
+sets later, the monitors are refused. Therefore a monitor
 causes an error in a request only if the monitors and the request's own actions together need more
 room than the engine has.
 """
@@ -36,6 +37,7 @@ from vllm_scope.control.controller import Observation
 from vllm_scope.control.tally import Tally, joined
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.frontend import ahead, translators
+from vllm_scope.engine.frontend.checks import check_room
 from vllm_scope.engine.frontend.connection import (
     Connection,
     connect_async,
@@ -48,6 +50,7 @@ from vllm_scope.engine.judge import Judge, tallied
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import AsyncLLM, Engine, LLMEngine, VllmConfig
 from vllm_scope.engine.webhook import Webhook
+from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.errors import ConfigError, SpecError, shown
 from vllm_scope.request.actions import Module, Probe, action_from_json
 from vllm_scope.request.actions.base import checked_name
@@ -155,8 +158,15 @@ def parse_all(bodies: object) -> tuple[Monitor, ...]:
     return found
 
 
-def check(monitors: tuple[Monitor, ...], sites: Sites, num_stages: int) -> None:
-    """Raises SpecError if this engine does not support one of the monitors."""
+def check(
+    monitors: tuple[Monitor, ...], sites: Sites, num_stages: int, limits: Limits | None
+) -> None:
+    """Raises SpecError if this engine does not support one of the monitors, or does not have enough
+    room for all monitors together.
+
+    Args:
+        limits: the engine's limits; None if the model has no taps.
+    """
     for monitor in monitors:
         try:
             Spec(probes=(replace(monitor.probe, after=None),)).resolve(sites)
@@ -171,6 +181,16 @@ def check(monitors: tuple[Monitor, ...], sites: Sites, num_stages: int) -> None:
                 f"monitors[{monitor.name!r}].{field} is {shown(value.removeprefix(MONITOR))}, and "
                 f"this engine has {num_stages} pipeline stages, which cannot do that; {instead}."
             )
+    if limits is None or not monitors:
+        return
+    asked = Spec(probes=tuple(monitor.probe for monitor in monitors)).resolve(sites)
+    try:
+        check_room(asked, [0], 1, sites, limits, 0)
+    except SpecError as error:
+        raise SpecError(
+            f"every request would have these {len(monitors)} monitors, and would be refused: "
+            f"{error} Or set fewer monitors."
+        ) from None
 
 
 #: Maps an engine's VllmConfig to the engine's monitors, once the monitors are known.
@@ -279,7 +299,7 @@ def _looked_up(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
     return _monitors.put(vllm_config, configured(vllm_config))
 
 
-def set_monitors(engine: Engine, bodies: object, sites: Sites) -> None:
+def set_monitors(engine: Engine, bodies: object, connection: Connection) -> None:
     """Replace an engine's monitors, in this process and in the other API server processes. The new
     monitors are added to requests that enter later.
 
@@ -287,11 +307,11 @@ def set_monitors(engine: Engine, bodies: object, sites: Sites) -> None:
         bodies: maps the name of each monitor to the body for `parse`. A body must not have the
             fields `file` and `url`, because a caller is allowed to send numbers, but no paths and
             no addresses. An empty mapping removes all monitors.
-        sites: the sites that the engine taps.
+        connection: the engine's sites and limits.
 
     Raises:
-        SpecError: a monitor is malformed, or the engine does not support a monitor. In this case,
-            no monitor is changed.
+        SpecError: a monitor is malformed, or the engine does not support a monitor, or does not
+            have enough room for all monitors. In this case, no monitor is changed.
         OSError: the file that API servers share cannot be written. In this case, no monitor is
             changed.
     """
@@ -299,7 +319,9 @@ def set_monitors(engine: Engine, bodies: object, sites: Sites) -> None:
         if isinstance(body, Mapping):
             _check_outside(f"monitors[{name!r}]", body)
     monitors = parse_all(bodies)
-    check(monitors, sites, engine.vllm_config.parallel_config.pipeline_parallel_size)
+    limits = connection.limits if connection.reason is None else None
+    num_stages = engine.vllm_config.parallel_config.pipeline_parallel_size
+    check(monitors, connection.sites, num_stages, limits)
     since = _since(monitors, monitors_of(engine.vllm_config))
     shared = _shared(engine.vllm_config)
     with _looking:
@@ -331,7 +353,7 @@ def set_on(engine: LLMEngine, bodies: object) -> None:
     if needs_connection(engine):
         connect_sync(engine)
     connection = _connection_of(engine)
-    set_monitors(engine, bodies, connection.sites)
+    set_monitors(engine, bodies, connection)
     ahead.send(engine, monitors_of(engine.vllm_config))
     _make_ready(engine, connection)
 
@@ -341,7 +363,7 @@ async def set_on_async(engine: AsyncLLM, bodies: object) -> None:
     if needs_connection(engine):
         await connect_async(engine)
     connection = _connection_of(engine)
-    await asyncio.to_thread(set_monitors, engine, bodies, connection.sites)
+    await asyncio.to_thread(set_monitors, engine, bodies, connection)
     ahead.send_soon(engine, monitors_of(engine.vllm_config))
     await asyncio.to_thread(_make_ready, engine, connection)  # not on the event loop
 
@@ -360,7 +382,8 @@ def _make_ready(engine: Engine, connection: Connection) -> None:
     if connection.reason is not None or not monitors:
         return
     text = translators.text_of(tuple(monitor.probe for monitor in monitors))
-    with suppress(SpecError):  # each request will raise the same error
+    # `check` has already checked the room. Another error would be about the tokens of this prompt.
+    with suppress(SpecError):
         connection.check(connection.resolve(Spec.from_json(text)), [0], 1)
 
 

@@ -118,7 +118,7 @@ def wrap_engine_args() -> None:
 
 def wrap_log() -> None:
     """Wrap the function that prepares vLLM's arguments for the log. The wrapper hides values of the
-    options of sinks and policies that can be secret (sinks.options.without_secrets)."""
+    options of sinks, policies and monitors that can be secret (sinks.options.without_secrets)."""
 
     def redact(
         original: Callable[..., dict[str, object]], args: dict[str, object]

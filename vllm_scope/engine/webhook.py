@@ -53,10 +53,18 @@ class Webhook(Background):
 
     @staticmethod
     def parse(url: object, where: str) -> Webhook:
-        """Make the Webhook for a URL. Raises SpecError if the URL is not http or https."""
-        if not isinstance(url, str) or urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-            raise SpecError(f"{where} is {shown(url)}; it must be a URL of http or https.")
-        return Webhook(url)
+        """Make the Webhook for a URL. Raises SpecError if the URL is not http or https, or has no
+        host. The text of the error does not have the URL, because a URL can contain a secret."""
+        if not isinstance(url, str):
+            came = shown(url)
+        elif _has_host(url):
+            return Webhook(url)
+        else:
+            came = "a text that is not shown, because a URL can contain a secret"
+        raise SpecError(
+            f"{where} is {came}; it must be a URL of http or https with a host, such as "
+            "'https://example.com/verdicts'."
+        )
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -113,3 +121,13 @@ class Webhook(Background):
                 self._waiting.task_done()
             if ended is not None:
                 ended()
+
+
+def _has_host(url: str) -> bool:
+    """True if the text is a URL of http or https with a host."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        # The property `port` raises ValueError if the port is not a number from 0 to 65535.
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False

@@ -110,6 +110,9 @@ class Cursor:
         #: Streams of one table usually share their position arrays. Then one call of `follow` is
         #: enough for all these streams.
         known: dict[tuple[int, ...], tuple[State, Ints, Places]] = {}
+        #: The objects whose ids are in the keys of `known`. If such an object were freed, Python
+        #: could give its id to a new object.
+        kept: list[tuple[State, list[Ints]]] = []
         for track in self._of(result):
             if track.state is None:
                 first = self._begins(track.source.after)
@@ -120,6 +123,7 @@ class Cursor:
             arrived = [part.positions for part in parts]
             key = (id(track.state), id(track.source.selectors), *map(id, arrived))
             if key not in known:
+                kept.append((track.state, arrived))
                 known[key] = follow(track.state, track.source.selectors, result, arrived)
             track.state, positions, places = known[key]
             if len(positions):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -23,7 +24,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import BinaryIO
@@ -34,6 +35,8 @@ from torch import Tensor
 from vllm_scope.files.tensors import write_tensors
 from vllm_scope.server.held_folder import HeldFolder
 from vllm_scope.server.room import LEAST_BYTES, Room
+
+logger = logging.getLogger("vllm.vllm_scope")
 
 _ID = re.compile(r"[A-Za-z0-9_-]{32}")
 KIND = "results"
@@ -209,30 +212,41 @@ class Store:
                     self._forget(name)
 
     def sweep(self) -> None:
-        """Delete the files whose time to live is over. The call blocks."""
-        while gone := self._ended():
-            for path in gone:
-                path.unlink(missing_ok=True)
+        """Delete the files whose time to live is over. The call blocks.
 
-    def _ended(self) -> list[Path]:
-        """Stop counting the bytes of at most FEW files whose time to live is over. Returns the
-        paths of these files."""
-        found: list[Path] = []
+        If a file cannot be deleted, its bytes count again, and a later call tries again after
+        another time to live.
+        """
+        left: dict[str, _File] = {}
+        while gone := self._ended():
+            for name, file in gone.items():
+                if not _deleted(file.path):
+                    left[name] = file
+        if left:
+            with self._lock:
+                for name, file in left.items():
+                    self.room.charge(file.owner, file.charged)
+                    self._files[name] = replace(file, ends_at=time.monotonic() + self.ttl_s)
+                self._arm()
+
+    def _ended(self) -> dict[str, _File]:
+        """Stop counting the bytes of at most FEW files whose time to live is over. Returns these
+        files by id."""
+        found: dict[str, _File] = {}
         now = time.monotonic()
         with self._lock:
             while self._files and len(found) < FEW:
                 name, file = next(iter(self._files.items()))
                 if file.ends_at > now:
                     break
-                found.append(self._forget(name))
+                found[name] = self._forget(name)
         return found
 
-    def _forget(self, name: str) -> Path:
-        """Stop counting the bytes of a file, and return the file's path. The caller holds the
-        lock."""
+    def _forget(self, name: str) -> _File:
+        """Stop counting the bytes of a file, and return the file. The caller holds the lock."""
         file = self._files.pop(name)
         self.room.charge(file.owner, -file.charged)
-        return file.path
+        return file
 
     def _arm(self) -> None:
         """Start the timer that deletes the oldest file, if no timer runs. The caller holds the
@@ -274,16 +288,28 @@ class Store:
     def close(self) -> None:
         """Remove this process's files, and the folder if no other process holds a lock on it."""
         with self._lock:
-            paths = [self._forget(name) for name in list(self._files)]
+            files = [self._forget(name) for name in list(self._files)]
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-        for path in paths:
-            path.unlink(missing_ok=True)
+        for file in files:
+            _deleted(file.path)
         self._folder.release()
 
     def _path(self, name: str, owner: str) -> Path:
         return self._folder.path / f"{name}.{owner}.safetensors"
+
+
+def _deleted(path: Path) -> bool:
+    """Delete a file. If the file cannot be deleted, log the reason and return False."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning(
+            "vllm-scope: a file in %s cannot be deleted: %s", path.parent, error.strerror
+        )
+        return False
+    return True
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:

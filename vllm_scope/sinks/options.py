@@ -162,7 +162,8 @@ def parse_sinks(body: object, where: str, reads: bool) -> dict[str, SinkConfig]:
 
 def without_secrets(body: object) -> object:
     """The engine's options (`additional_config["scope"]`) in a form for a log. HIDDEN replaces
-    values that may be secrets: options of plugins and policies, and URLs in options of sinks."""
+    values that may be secrets: options of plugins and policies, and URLs in options of sinks and
+    monitors."""
     if not isinstance(body, Mapping):
         return body
     shown = dict(body)
@@ -173,6 +174,12 @@ def without_secrets(body: object) -> object:
             shown[kind] = {n: _hidden(n, one) for n, one in sinks.items()} if known else HIDDEN
     if isinstance(policies := body.get("policies"), Mapping):
         shown["policies"] = dict.fromkeys(policies, HIDDEN)
+    if "monitors" in body:
+        monitors = body["monitors"]
+        known = isinstance(monitors, Mapping)
+        shown["monitors"] = (
+            {n: _without_urls(one) for n, one in monitors.items()} if known else HIDDEN
+        )
     return shown
 
 
@@ -182,10 +189,17 @@ def _hidden(name: str, body: object) -> object:
     own = FileOptions.model_fields if name == FILESYSTEM else ()
     known = {*SinkOptions.model_fields, *own, "reads"}
 
-    def is_shown(key: object, value: object) -> bool:
-        return key in known and not (isinstance(value, str) and "://" in value)
+    return _without_urls({key: body[key] if key in known else HIDDEN for key in body})
 
-    return {key: value if is_shown(key, value) else HIDDEN for key, value in body.items()}
+
+def _without_urls(body: object) -> object:
+    if not isinstance(body, Mapping):
+        return HIDDEN
+
+    def is_url(key: object, value: object) -> bool:
+        return key == "url" or (isinstance(value, str) and "://" in value)
+
+    return {key: HIDDEN if is_url(key, value) else value for key, value in body.items()}
 
 
 def _without_values(text: str, value: object) -> str:

@@ -74,6 +74,7 @@ class Delivery:
         loss: the reason why rows were dropped. None if no rows were dropped.
         held_bytes: number of bytes of the rows that wait for the request's end.
         entered: True if at least one row of the request has been in the sink's queue.
+        charged: True if the request's API key was charged for the request (quota.REQUEST_BYTES).
         refused: True if the request's API key has reached its limit at this sink (Quota).
     """
 
@@ -84,7 +85,7 @@ class Delivery:
         self.error: str | None = None
         self.loss: str | None = None
         self.held_bytes = 0
-        self.entered = self.refused = False
+        self.entered = self.charged = self.refused = False
         self._streams = list(streams_of(asked, to, sites, here))
         self._kept: list[Arrival] = []
         self._parts: dict[Layout, tuple[Layout, Ints | slice] | None] = {}

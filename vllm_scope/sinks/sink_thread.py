@@ -97,11 +97,12 @@ class SinkThread:
             if delivery.error is not None:
                 self._drop(rows, delivery.error)
                 return
-            size = arrival.data.nbytes + (0 if delivery.entered else REQUEST_BYTES)
+            size = arrival.data.nbytes + (0 if delivery.charged else REQUEST_BYTES)
             if not self._quota.take(delivery.info.owner, size):
                 delivery.refused = True
                 self._drop(rows, self._quota.reason)
                 return
+            delivery.charged = True
             started: float | None = None
             while not self._queue.accept(rows):
                 if self._options.on_overload == "drop":
@@ -141,7 +142,7 @@ class SinkThread:
         request ends."""
         if delivery.entered or delivery.error is not None:
             return False
-        if not delivery.refused:
+        if not (delivery.refused or delivery.charged):
             delivery.refused = not self._quota.take(delivery.info.owner, REQUEST_BYTES)
         return delivery.refused
 

@@ -2,8 +2,8 @@
 
 Owns:  Yielding.
 Runs:  in the process of the sweep, which is the caller's process or an API server process.
-From:  engine.frontend.sweeping (looks for other requests), engine.core.variants (sees requests of
-       other front-ends).
+From:  engine.frontend.sweeping (looks for other requests of this process), engine.core.variants
+       (sees the requests of all front-ends).
 
 A step with cells takes several times as long as a step that only decodes. If every step had a few
 cells, other requests would be slower in every step. Therefore a sweep sends a group of cells, waits
@@ -34,7 +34,8 @@ class Yielding:
 
     Attributes:
         share: the part of a step that cells can take if there are no other requests.
-        elsewhere: whether the engine's last answer said that other front-ends have requests.
+        elsewhere: whether the last answer that says it said that EngineCore has requests outside
+            of sweeps. EngineCore sees the requests of all front-ends, including this process.
     """
 
     def __init__(self, share: float) -> None:

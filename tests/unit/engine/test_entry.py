@@ -188,6 +188,16 @@ def test_the_servers_edits_concern_plain_requests_too():
     assert _enter(engine, _request()) is None
 
 
+def test_reads_can_need_room_that_the_servers_edits_have_taken():
+    engine = _core(most=Cost(1, 2, 4))
+    edits = scope(Add(W, layer=1))["scope"]
+    engine.check_edits(edits)
+    engine.registry.set_edits(edits)
+    assert _enter(engine, _request(Read("embed"))).held.num_programs == 1
+    with pytest.raises(CapacityError, match="with the server's edits the request takes"):
+        _enter(engine, _request(Read("embed", tokens=[0])))
+
+
 def test_global_sinks_read_plain_requests_too():
     engine = _core()
     engine.everywhere = Spec((Read("embed", tokens="last_prompt"),)).resolve(SITES)

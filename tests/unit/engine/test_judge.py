@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import time
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +19,7 @@ from vllm_scope.control.tally import Tally
 from vllm_scope.engine import judge
 from vllm_scope.engine.judge import Judge
 from vllm_scope.engine.monitors import Monitor
+from vllm_scope.engine.webhook import Webhook
 from vllm_scope.request.actions import Probe
 
 NAME = "monitor/one"
@@ -150,3 +154,17 @@ def test_an_observation_has_the_time_of_the_end(idle, monitor):
     (one,) = seen
     assert before <= one.time_s <= after
     assert (one.request_id, one.name, one.value, one.position) == ("r", "one", 2.0, 1)
+
+
+@pytest.mark.parametrize(("value", "sent"), [(0.5, 0.5), (math.inf, None), (math.nan, None)])
+def test_a_webhook_gets_json_whatever_the_value_of_a_verdict_is(value, sent, monitor, monkeypatch):
+    hook = Webhook("http://127.0.0.1:1/nobody-listens")
+    monkeypatch.setattr(hook, "_start", lambda: None)
+    result = Result([value])
+    result.verdicts[NAME] = SimpleNamespace(position=0, value=value)
+    result.monitored = lambda: result
+    tell(replace(monitor, webhook=hook), result)
+    judge.backlog.work_off()
+    text, _ = hook._waiting.get_nowait()
+    told = json.loads(text, parse_constant=pytest.fail)  # which gets Infinity and NaN
+    assert told["value"] == sent

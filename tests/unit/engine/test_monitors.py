@@ -312,6 +312,24 @@ def test_half_an_escalation_at_the_start_is_told_its_other_half(more, sentence):
     assert sentence in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("url", "came"),
+    [
+        ("http://", "a text"),
+        ("http://[", "a text"),
+        ("https:///T0KEN", "a text"),
+        ("https://hooks.example:T0KEN/x", "a text"),
+        ("ftp://hooks.example/T0KEN", "a text"),
+        ("hooks.example/T0KEN", "a text"),
+        (3, "3"),
+    ],
+)
+def test_a_url_to_which_nothing_can_be_sent_is_refused_and_not_shown(url, came):
+    with pytest.raises(SpecError, match=rf"^monitors\['one'\].url is {came}.* with a host") as no:
+        parse_all({"one": FLAG | {"action": "escalate", "url": url}})
+    assert "T0KEN" not in str(no.value)
+
+
 @pytest.fixture
 def monitored(monkeypatch):
     """An engine with one monitor; no other translator is registered."""
@@ -327,6 +345,25 @@ def monitored(monkeypatch):
     monitors.set_on(engine, {"one": FLAG})
     yield engine
     monitors.set_on(engine, {})
+
+
+def test_monitors_that_together_have_no_room_are_refused_and_the_earlier_ones_stay(monitored):
+    connection = connections.of(monitored.output_processor)
+    most = connection.limits.vectors
+    several = {
+        f"m{i}": FLAG | {"weight": [[0.5, 1.0, j, i] for j in (0, 1)], "layers": [0, 1]}
+        for i in range(64)
+    }
+    sentence = (
+        rf"these 64 monitors, .* 128 vectors, .* this engine has {most} vectors.*fewer monitors"
+    )
+    with pytest.raises(SpecError, match=sentence):
+        monitors.set_on(monitored, several)
+    assert names(monitored) == ["one"]
+    with pytest.raises(SpecError, match=sentence):  # at the start, in a worker
+        monitors.check(parse_all(several), SITES, 1, connection.limits)
+    monitors.set_on(monitored, dict(list(several.items())[: most // 2]))
+    assert len(names(monitored)) == most // 2
 
 
 def test_the_spec_that_requests_get_is_ready_when_monitors_are_set(monitored, monkeypatch):

@@ -552,3 +552,22 @@ def test_a_forward_that_raises_delivers_nothing():
         worker.close()
     assert sink.found == {}
     assert sink.finished == [(7, None)]
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["the-tap-raised", "a-later-one-raised"])
+def test_slots_of_a_tap_that_raises_are_free_and_rows_that_wait_for_their_copy_are_kept(
+    written, monkeypatch
+):
+    request = Request("r", 7, Spec((Read("embed"), Read("resid_post", layers=[0]))), 4, [1] * 5)
+    with running_worker(EVERYWHERE, 4) as (worker, _):  # room for the rows of one tap
+        monkeypatch.setattr(worker._delivery.drain, "submit", lambda *args: None)
+        add(worker, request.sent())
+        worker.steps.begin(Step([(request, 0, 4)], [0]).batch(), torch.arange(4))
+        assert worker.steps.begin_tap(0) == (0, 1)
+        region = worker.steps._tap_region
+        if written:
+            worker.steps.end_tap(0)
+        worker.steps.fail()
+        assert region.fence.is_set() is not written
+        region.fence.set()  # by the drain thread, where it has the region
+        worker.finish_requests(["r"])

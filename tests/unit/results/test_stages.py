@@ -95,3 +95,30 @@ def test_a_stream_tells_of_a_later_stage_while_it_goes_on(looks):
     assert told[0] == (set(), {})
     if looks > 20:
         assert told[-1] == ({"a", "b"}, {"b": 7})
+
+
+def test_a_later_stage_is_streamed_whatever_other_probes_of_the_same_tokens_wait_for():
+    """The later stage begins when another probe's State has just been replaced."""
+    first = Probe(np.ones(SIZE), layer=0, name="a", threshold=0.5)
+    other = Probe(np.ones(SIZE), layer=2, name="d", tokens="generated")
+    later = Probe(np.ones(SIZE), layer=1, name="b", after="a", tokens="generated")
+    pending = pending_of(first, other, later, prompt_ids=[1, 2])
+    cursor, handed, output = Cursor(rows=False), [], []
+
+    def step():
+        cursor.look(pending.snapshot(list(output), None))
+        for column in cursor.take():
+            handed.extend((column.label, position) for position, _ in pairs(column))
+
+    deliver(pending, [0, 1], 1, rows=False, layers=[0])
+    output.append(5)
+    step()  # with the verdict of the first stage
+    output.append(5)
+    step()  # the scores of position 2 are late, and the later stage begins at position 3
+    deliver(pending, [2], 2, rows=False, layers=[0, 2])
+    for position in range(3, 8):
+        deliver(pending, [position], position, rows=False)
+        output.append(5)
+        step()
+    assert [position for name, position in handed if name == "b"] == [3, 4, 5, 6, 7]
+    assert not cursor.late(7)

@@ -7,21 +7,24 @@ import json
 import threading
 import time
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from vllm import SamplingParams
 
 from tests.unit.roads import SITES
 from vllm_scope import Features, Moments, Probe, Read, Spec, SpecError, scope
 from vllm_scope.batch.by_position import Part
 from vllm_scope.client.parsing import parse_file, parse_scope
-from vllm_scope.engine.frontend.connection import connections
+from vllm_scope.engine.frontend import requests
+from vllm_scope.engine.frontend.connection import Connection, connections
 from vllm_scope.engine.http import serving as http
 from vllm_scope.engine.refusals import busy, refusal
+from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.errors import CapacityError
 from vllm_scope.request.sites import Place
 from vllm_scope.results.budget import asking
@@ -29,7 +32,7 @@ from vllm_scope.results.result import ScopeResult
 from vllm_scope.results.streams import StreamTable
 from vllm_scope.server import answer as module
 from vllm_scope.server import choice, encode
-from vllm_scope.server.answer import Answer
+from vllm_scope.server.answer import Answer, current
 from vllm_scope.server.exchange import Exchange
 from vllm_scope.server.options import ScopeOptions
 from vllm_scope.server.store import Store
@@ -525,6 +528,45 @@ async def test_a_stream_waits_for_the_first_token_where_the_engine_may_still_ref
 
     with pytest.raises(ValueError, match="no room"):
         await http._stream(found, chunks())
+
+
+class Owner(SimpleNamespace):
+    """An object of vLLM, for which this package stores data."""
+
+
+@pytest.mark.parametrize(
+    ("actions", "opens"),
+    [
+        pytest.param((), True, id="plain"),
+        pytest.param((Read("resid_post", layers=[1]),), False, id="read"),
+        pytest.param((Moments(layers=[1], name="m"),), False, id="moments"),
+        pytest.param((Probe(np.ones(SIZE), layer=1, name="p"),), False, id="probe"),
+    ],
+)
+@on_a_loop
+async def test_a_stream_opens_before_the_first_token_only_if_the_request_has_no_spec(
+    store, actions, opens
+):
+    found, limits = answer(store, streams=True), Limits((4 * SIZE,), 0, 99, 99, 99, 99, False)
+    found.add_prompt()
+    processor, state = Owner(request_states={}), Owner(detokenizer=None)
+    connections.put(processor, Connection(SITES, None, 1, 1.0, limits, {}, {}))
+    params = SamplingParams(max_tokens=2, extra_args=scope(*actions) if actions else None)
+    request = SimpleNamespace(
+        request_id="r", external_req_id="r", prompt_token_ids=[1, 2], resumable=False,
+        sampling_params=params,
+    )  # fmt: skip
+
+    def add(processor, request, *_args):
+        processor.request_states[request.request_id] = state
+
+    token = current.set(found)
+    try:
+        http._admitted(partial(requests._add_to_processor, add), processor, request, "text")
+    finally:
+        current.reset(token)
+        found.close()
+    assert found.opened.is_set() is opens
 
 
 @pytest.fixture

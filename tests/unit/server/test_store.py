@@ -9,6 +9,7 @@ import stat
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -116,6 +117,29 @@ def test_one_timer_ends_all_files(tmp_path):
     until(lambda: len(store) == 0 and not list(tmp_path.rglob("*.safetensors")), 20)
     kept = store.put(ROWS, {}, MINE)
     until(lambda: store.open(kept.id, MINE) is None and len(store) == 0, 20)
+    store.close()
+
+
+def test_a_file_that_cannot_be_deleted_is_tried_again_and_harms_no_other(
+    tmp_path, monkeypatch, caplog
+):
+    store, unlink, tried = Store(tmp_path, "run", MOST, 0.1), Path.unlink, []
+    kept, other = (store.put(ROWS, {}, MINE) for _ in range(2))
+
+    def stubborn(path, **given):
+        if path.name.startswith(kept.id):
+            tried.append(store.num_bytes)
+            if len(tried) == 1:
+                raise OSError(16, "Device or resource busy")
+        unlink(path, **given)
+
+    monkeypatch.setattr(Path, "unlink", stubborn)
+    until(lambda: len(tried) == 2 and not list(tmp_path.rglob("*.safetensors")), 20)
+    assert (len(store), store.num_bytes) == (0, 0)
+    assert "Device or resource busy" in caplog.text
+    later = store.put(ROWS, {}, MINE)
+    until(lambda: not list(tmp_path.rglob("*.safetensors")), 20)
+    assert store.open(other.id, MINE) is store.open(later.id, MINE) is None
     store.close()
 
 

@@ -1,4 +1,4 @@
-"""What an operator gives to sinks, tokens among it, stands in no log."""
+"""What an operator gives to sinks and monitors, tokens among it, stands in no log."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ SINKS = {
 SCOPE = {
     "layers": [1],
     "policies": {"mine": {"token": "T0KEN"}},
+    "monitors": {
+        "told": {"layers": [1], "threshold": 2, "action": "escalate", "url": "hooks.example/T0KEN"},
+        "misspelt": {"threshold": 2, "urls": "https://hooks.example/T0KEN"},
+    },
     "sinks": SINKS,
     "global_sinks": {
         "mine": {"token": "T0KEN", "reads": [{"site": "embed"}]},
@@ -31,11 +35,15 @@ SCOPE = {
 }
 
 
-def test_values_of_own_options_of_sinks_and_policies_are_left_out():
+def test_values_of_own_options_of_sinks_and_policies_and_urls_of_monitors_are_left_out():
     found = without_secrets(SCOPE)
     assert found == {
         "layers": [1],
         "policies": {"mine": "***"},
+        "monitors": {
+            "told": {"layers": [1], "threshold": 2, "action": "escalate", "url": "***"},
+            "misspelt": {"threshold": 2, "urls": "***"},
+        },
         "sinks": {
             "mine": {"url": "***", "retries": "***", "threads": 2},
             "filesystem": {"root": "/data/captures", "layout": "npz", "queue_mib": 8},
@@ -48,7 +56,13 @@ def test_values_of_own_options_of_sinks_and_policies_are_left_out():
     assert "T0KEN" in json.dumps(SCOPE), "what the engine gets is as it was"
 
 
-@pytest.mark.parametrize("body", [None, 3, [], {"sinks": 3}, {"sinks": {"x": "T0KEN"}}])
+@pytest.mark.parametrize(
+    "body",
+    [
+        None, 3, [], {"sinks": 3}, {"sinks": {"x": "T0KEN"}}, {"monitors": ["T0KEN"]},
+        {"monitors": {"x": "T0KEN"}},
+    ],
+)  # fmt: skip
 def test_a_wrong_configuration_is_logged_without_its_values(body):
     assert "T0KEN" not in repr(without_secrets(body))
 

@@ -20,6 +20,7 @@ from vllm_scope.request.sites import Sites, point_of
 from vllm_scope.request.spec import Spec
 from vllm_scope.sinks import Manifest, Report, RequestInfo
 from vllm_scope.sinks.options import SinkOptions
+from vllm_scope.sinks.quota import REQUEST_BYTES
 from vllm_scope.sinks.request import Arrival, Delivery, Ended
 from vllm_scope.sinks.sink_queue import QueuedRows
 from vllm_scope.sinks.sink_thread import SinkThread
@@ -362,6 +363,27 @@ def test_a_key_that_takes_all_it_can_leaves_another_its_room(monkeypatch, waits)
         assert here.manifest(30).status == "ok"
         assert {here.manifest(key).delivered for key in range(1, 30)} == {0, 2}
         until(lambda: here.router.counters()["mine"][counter] == 0, 5)
+
+
+def test_a_request_whose_rows_are_all_dropped_counts_as_one_for_its_key(monkeypatch):
+    options = {"on_overload": "drop", "queue_mib": 0.0001, "key_mib": 1}
+    with side(monkeypatch, {"mine": options}, mine=Live) as here:
+        Live.made[0].go_on.clear()
+        for key in (1, 2):  # one is in a call of the sink, one fills the queue
+            here.add(key, READ)
+            here.write(key, [0, 1, 2])
+            until(lambda: Live.made[0].threads, 20)
+        here.info = {"owner": "one"}
+        here.add(3, READ)
+        for position in range(5):
+            here.write(3, [position])
+        here.end(3)
+        (given,) = here.router._quotas["mine"]._given.values()
+        assert given == {"one": REQUEST_BYTES + 5 * TOKEN_BYTES}
+        Live.made[0].go_on.set()
+        manifest = here.manifest(3)
+        assert (manifest.status, manifest.delivered) == ("partial", 0)
+        assert "the queue of sink 'mine' was full" in manifest.reason
 
 
 def test_the_end_of_a_request_of_many_drops_is_quick():

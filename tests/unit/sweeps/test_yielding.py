@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
+from vllm_scope import Add
+from vllm_scope.engine.frontend.alike import Alike
+from vllm_scope.engine.frontend.connection import Connection
+from vllm_scope.engine.frontend.sweeping import Sweeping, params_of
+from vllm_scope.engine.worker.sizes import Limits
+from vllm_scope.request.answers import Answers
+from vllm_scope.request.sites import Sites
+from vllm_scope.sweeps.plan import Job
 from vllm_scope.sweeps.yielding import LINGER_S, LONGEST_PAUSE_S, Yielding
 
 
@@ -99,3 +110,41 @@ def test_requests_of_other_front_ends_are_there_until_an_answer_says_otherwise(c
     assert not found.waits(0, False)
     found.elsewhere = False
     assert not found.look(False)
+
+
+def test_a_sweep_of_one_cell_in_each_request_hears_that_the_other_requests_have_gone(clock):
+    taken = []
+    found = Sweeping.__new__(Sweeping)  # as its constructor leaves it
+    limits = Limits((16,), 0, 100, 100, 100, 100, False)
+    found._alike = Alike(
+        Connection(Sites(2, 4, "float32", (0, 2, 4)), None, 1, 1.0, limits, {}, {})
+    )
+    found._yielding = Yielding(0.5)
+    found.plan = SimpleNamespace(token_ids=[(7, 3)], take=lambda *came: taken.append(came))
+    found._params = {(7, 3): params_of((7, 3))}
+    jobs = [Job(0, [5] * 200, (i,), (Add([1.0, 2.0, 0.0, float(i)], layer=0),)) for i in range(3)]
+
+    def answer(request, logprobs, others=None):
+        """An answer with `others` is one to variants, one without is vLLM's own."""
+        each = [SimpleNamespace(logprob=value) for value in logprobs[0]]
+        completion = SimpleNamespace(
+            finish_reason="length", scope=None, logprobs=[dict(zip((7, 3), each, strict=True))]
+        )
+        told = None
+        if others is not None:
+            told = Answers(np.array(logprobs, np.float32), {}, others).encode()
+        return list(
+            found.take(request, SimpleNamespace(outputs=[completion], kv_transfer_params=told))
+        )
+
+    answer(found._request(tuple(jobs[:2])), [[-1.0, -2.0], [-3.0, -4.0]], others=True)
+    assert found._yielding.look(False)
+    alone = found._request(tuple(jobs[2:]))
+    assert [one.edits for one in alone.prepared.variants] == [jobs[2].actions]
+    answer(alone, [[-5.0, -6.0]], others=False)
+    assert not found._yielding.look(False)
+    plain = found._request(tuple(jobs[2:]))
+    assert not plain.prepared.variants
+    answer(plain, [[-5.0, -6.0]])
+    assert [one[0] for one in taken] == [*jobs, jobs[2]]
+    assert [one[1].tolist() for one in taken] == [[-1, -2], [-3, -4], [-5, -6], [-5, -6]]

@@ -242,9 +242,8 @@ def _add_to_processor(
         pending = _open(connection, prepared, request, parent_req, request_index, held)
     functions.salt(request, request_index)
     original(self, request, *rest, **kwargs)
-    state, asked = self.request_states[request.request_id], prepared.asked
-    vectors = bool(asked.edits or asked.banked)
-    runs.put(state, Running(pending, decorators, state.detokenizer, text, vectors))
+    state = self.request_states[request.request_id]
+    runs.put(state, Running(pending, decorators, state.detokenizer, text))
 
 
 def _translated(

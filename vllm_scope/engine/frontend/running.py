@@ -25,8 +25,6 @@ class Running:
 
     Attributes:
         text: the JSON text of the request's spec.
-        vectors: True if the request has edits, probes, features or a lens. EngineCore can refuse
-            such a request even if its front-end has accepted it.
         texts: the text that each generated token added to the answer. A stop token without text in
             the answer has no entry. The list is empty if there are no probes or no tokenizer.
     """
@@ -37,10 +35,8 @@ class Running:
         decorators: Decorators,
         detokenizer: Detokenizer,
         text: str,
-        vectors: bool,
     ) -> None:
-        self.pending, self.decorators = pending, decorators
-        self.text, self.vectors = text, vectors
+        self.pending, self.decorators, self.text = pending, decorators, text
         self._detokenizer = detokenizer
         self._output_ids: list[int] = []
         self.texts: list[str] = []

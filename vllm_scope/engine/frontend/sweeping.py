@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from vllm_scope.engine.frontend.alike import Alike, asking
 from vllm_scope.engine.frontend.connection import (
@@ -69,6 +70,11 @@ class Request:
     prompt: Mapping[str, object]
     params: Any
     prepared: Prepared | None
+
+    @property
+    def has_variants(self) -> bool:
+        """True if the answer is an `Answers`, because EngineCore makes variants of the request."""
+        return self.prepared is not None and bool(self.prepared.variants)
 
 
 class Sweeping:
@@ -130,7 +136,8 @@ class Sweeping:
 
     def _others(self) -> bool:
         """True if this process has requests in the engine that belong to no sweep. The requests of
-        other front-ends are not counted, because the answers to cells report them."""
+        other front-ends are not counted, because the answers to cells report them
+        (Yielding.elsewhere)."""
         names = () if self._alone else self._processor.request_states
         return not all(name.startswith(PREFIX) for name in names)
 
@@ -212,7 +219,12 @@ class Sweeping:
             return Request(jobs, prompt, params, None)
         if job.place is None or self._alike is None:
             return Request(jobs, prompt, asking(params, scope(*job.actions)["scope"]), None)
-        return Request(jobs, prompt, asking(params), cells_of(self._alike, jobs, params))
+        prepared = cells_of(self._alike, jobs, params)
+        if self._yielding.elsewhere:
+            # One cell is sent as the only variant of its request. Only the answer to a request with
+            # variants says whether there are still other requests.
+            prepared = replace(prepared, variants=prepared.variants or (prepared.spec,))
+        return Request(jobs, prompt, asking(params), prepared)
 
     def take(self, request: Request, output: RequestOutput | ScopeError) -> Iterator[Cell | None]:
         """Take the answer to a request. Yields the result of Plan.take for each job of the
@@ -227,7 +239,7 @@ class Sweeping:
         (completion,) = output.outputs
         if completion.finish_reason in ("error", "abort"):
             yield from self._failed(request, str(completion.stop_reason))
-        elif request.jobs[1:]:
+        elif request.has_variants:
             yield from self._of_cells(request.jobs, Answers.decode(output.kv_transfer_params))
         else:
             try:

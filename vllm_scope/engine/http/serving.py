@@ -287,9 +287,10 @@ def _admitted(
     if isinstance(answer, Answer):
         known = runs.of(self.request_states[request.request_id])
         forget = None if known is None else partial(inbox().forget, known.pending)
-        # Until the first token arrives, EngineCore can still refuse a request that has edits,
-        # probes, features or a lens.
-        answer.open_one(forget, sure=known is None or not known.vectors)
+        # Until the first token arrives, EngineCore can still refuse a request with a spec: the
+        # tables of vectors or the sums of Moments can be full. A request that only reads needs
+        # more room in the tables if there are server-wide edits.
+        answer.open_one(forget, sure=known is None)
 
 
 def _create_elsewhere(

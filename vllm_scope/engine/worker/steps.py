@@ -179,6 +179,7 @@ class Steps:
         self._delivery.drain.submit(
             self._tap_region, self._step.labels, self._boundaries[tap], self._positions
         )
+        self._tap_region = None
 
     def clear(self) -> None:
         """Drop the last plan. Called before a forward without a plan."""
@@ -190,8 +191,10 @@ class Steps:
         self._step = self._positions = None
         if self._lease is not None:
             self._lease.release()
-        if self._region is not None:
-            self._arena.give_back(self._region)
+        # After a tap has raised, its region still belongs to this step.
+        for region in (self._region, self._tap_region):
+            if region is not None:
+                self._arena.give_back(region)
         self._lease = self._region = self._tap_region = None
         self.active = False
         if self._functions:

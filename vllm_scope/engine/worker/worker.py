@@ -138,7 +138,8 @@ class ScopeWorker:
                 f"a global sink reads resid_pre of layer {moved}, and this model changes the "
                 "stream before that layer; name the other layers."
             )
-        check_monitors(configured(self._vllm_config), self.sites, self.num_stages)
+        monitors = configured(self._vllm_config)
+        check_monitors(monitors, self.sites, self.num_stages, self.limits)
         drafts = self._vllm_config.speculative_config is not None
         check_engine(self.config.policy_configs(), self.num_stages, drafts)
         checking = Registry(self.sites)
