@@ -56,6 +56,7 @@ from vllm_scope.request.actions import Module, Probe, action_from_json
 from vllm_scope.request.actions.base import checked_name
 from vllm_scope.request.actions.probing import MONITOR
 from vllm_scope.request.cascade import check_cascades
+from vllm_scope.request.selectors import Selector
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.spec import Spec, check_stopping
 from vllm_scope.server.peers import Peers
@@ -169,10 +170,11 @@ def check(
     """
     for monitor in monitors:
         try:
-            Spec(probes=(replace(monitor.probe, after=None),)).resolve(sites)
+            asked = Spec(probes=(replace(monitor.probe, after=None),)).resolve(sites)
         except SpecError as error:
             text = str(error).replace("probes[0]", f"monitors[{monitor.name!r}]")
             raise SpecError(text) from None
+        _check_tokens(asked.probes[0].tokens, f"monitors[{monitor.name!r}].tokens")
         field = "action" if monitor.probe.action == "stop" else "after"
         value = getattr(monitor.probe, field)
         if num_stages > 1 and value not in (None, "flag"):
@@ -190,6 +192,17 @@ def check(
         raise SpecError(
             f"every request would have these {len(monitors)} monitors, and would be refused: "
             f"{error} Or set fewer monitors."
+        ) from None
+
+
+def _check_tokens(tokens: Selector, where: str) -> None:
+    """Raises SpecError if a request can be too short for these tokens."""
+    try:
+        tokens.check(1, 0, where)  # the shortest request: a prompt of one token, and max_tokens 1
+    except SpecError:
+        raise SpecError(
+            f"{where} has positions that a short request does not have, and such requests would be "
+            "refused. Give 'all', 'prompt', 'generated', 'last', a slice or token ids."
         ) from None
 
 
@@ -382,8 +395,7 @@ def _make_ready(engine: Engine, connection: Connection) -> None:
     if connection.reason is not None or not monitors:
         return
     text = translators.text_of(tuple(monitor.probe for monitor in monitors))
-    # `check` has already checked the room. Another error would be about the tokens of this prompt.
-    with suppress(SpecError):
+    with suppress(SpecError):  # `check` has already checked the monitors
         connection.check(connection.resolve(Spec.from_json(text)), [0], 1)
 
 

@@ -366,6 +366,26 @@ def test_monitors_that_together_have_no_room_are_refused_and_the_earlier_ones_st
     assert len(names(monitored)) == most // 2
 
 
+@pytest.mark.parametrize(
+    ("tokens", "fits"),
+    [([9], False), ([1], False), ([-2], False), ([0], True), ([-1], True), ("last", True),
+     ({"token_ids": [7]}, True), ({"slice": [0, 9, None]}, True)],
+    ids=str,
+)  # fmt: skip
+def test_a_monitor_scores_only_tokens_that_each_request_can_have(tokens, fits, monitored):
+    """Otherwise the monitor would refuse the requests of others."""
+    body = FLAG | {"tokens": tokens}
+    if fits:
+        monitors.set_on(monitored, {"two": body})
+        assert names(monitored) == ["two"]
+        return
+    with pytest.raises(
+        SpecError, match=r"monitors\['two'\].tokens has positions that a short .*'all'"
+    ):
+        monitors.set_on(monitored, {"two": body})
+    assert names(monitored) == ["one"]
+
+
 def test_the_spec_that_requests_get_is_ready_when_monitors_are_set(monitored, monkeypatch):
     connection = connections.of(monitored.output_processor)
     with monkeypatch.context() as patch:
