@@ -106,7 +106,11 @@ class SeveralEngines:
     def _started(self, number: int) -> _Seat:
         place = self._staged.make()
         files = self._setup.files.model_copy(update={"root": place})
-        member = self._pool.start(number)
+        try:
+            member = self._pool.start(number)
+        except BaseException:
+            self._staged.remove(place)
+            raise
         try:
             start = member.call("start", replace(self._setup, files=files))
             return _Seat(number, member, place, member.call("stay"), {start})
@@ -295,8 +299,10 @@ class SeveralEngines:
         """Let the engines write their computed rows, show the shards, and end the engines."""
         ready = [seat for seat in self._seats if seat.facts is not None]
         wait([seat.member.call("finish", True) for seat in ready], END_S)
-        for seat in ready:
-            self._take_over(seat)
+        # An error of one engine's shards, or a second Ctrl-C, does not lose the others' shards.
+        with ExitStack() as taking:
+            for seat in reversed(ready):
+                taking.callback(self._take_over, seat)
 
     def flush(self) -> None:
         """Do nothing, because `compute` ends only after all rows are visible."""

@@ -148,10 +148,15 @@ class LinearLens:
         if len(sites) > 1:
             raise self._wrong(f"it has maps of {', '.join(sorted(sites))}; a file has one site")
         tensors: Tensors = {}
-        for place, (weight, bias) in self.places.items():
-            tensors[f"{place.layer}.weight"] = weight.contiguous()
-            if bias is not None:
-                tensors[f"{place.layer}.bias"] = bias.contiguous()
+        for place, one in self.places.items():
+            for name, tensor in zip(("weight", "bias"), one, strict=True):
+                if tensor is not None:
+                    tensors[f"{place.layer}.{name}"] = tensor.contiguous()
+        # safetensors refuses tensors that share memory, such as an identity at several layers.
+        seen: dict[int, str] = {}
+        for name, tensor in tensors.items():
+            if seen.setdefault(tensor.data_ptr(), name) != name:
+                tensors[name] = tensor.clone()
         said = {"site": sites.pop(), "residual": str(self.residual).lower()}
         save_file(tensors, path, said)
         return sha256_of(Path(path))

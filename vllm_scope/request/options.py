@@ -23,6 +23,8 @@ _MUST: dict[str, str] = {
     "string_too_short": "must have {min_length} or more characters",
     "bool_type": "must be true or false",
     "int_type": "must be an integer",
+    "int_parsing": "must be an integer",
+    "int_from_float": "must be an integer",
     "float_type": "must be a number",
     "float_parsing": "must be a number",
     "finite_number": "must be a finite number",

@@ -119,6 +119,7 @@ class CachingAllocator:
             try:
                 segment = _mapped(size)
             except OSError:  # the system has no memory, or this process has too many mappings
+                self._settle()
                 return np.empty(shape, np.uint8)
         with self._lock:
             self._lent += len(segment)

@@ -367,7 +367,9 @@ class ScoreStore:
     def take_missing(self) -> list[ScoreKey]:
         """The keys of the blocks that could not be kept or found since the last call. Any thread
         can call this method."""
-        found, self._missing = self._missing, []
+        # The list is not replaced, because the drain thread can add a key at the same time.
+        found = self._missing[:]
+        del self._missing[: len(found)]
         return found
 
     def forget(self, keys: Iterable[ScoreKey]) -> None:

@@ -33,6 +33,7 @@ from vllm_scope.harvests.pools import EngineLostError
 from vllm_scope.harvests.processes import Processes, _runs
 from vllm_scope.harvests.progress import Progress
 from vllm_scope.harvests.ray_pool import RayPool, room
+from vllm_scope.harvests.several import SeveralEngines
 from vllm_scope.harvests.shards import HashingPublisher
 
 LONGEST_S = 120
@@ -241,6 +242,29 @@ def fail(*args, **options):
 def test_shards_that_cannot_be_written_end_the_harvest_with_a_sentence(tmp_path):
     with pytest.raises(ScopeError, match=r"4 engines were lost .*ZeroDivisionError: in a shard"):
         harvest(["y" * 40] * 400, tmp_path / "out", Unwritable, 1)
+
+
+def test_an_engine_whose_shards_cannot_be_shown_does_not_lose_those_of_others(
+    tmp_path, monkeypatch
+):
+    """The harvest ends with an error after both engines have computed rows."""
+    dataset = write_documents(tmp_path / "rows.jsonl", 400)
+    with dataset.open("a") as file:
+        file.write("no JSON\n")
+    shown, take_over = [], SeveralEngines._take_over
+
+    def failing(self, seat):
+        shown.append(seat.number)
+        found = take_over(self, seat)
+        if len(shown) == 1:
+            raise FileError("a shard is damaged")
+        return found
+
+    monkeypatch.setattr(SeveralEngines, "_take_over", failing)
+    with pytest.raises(FileError, match="damaged"):
+        harvest(dataset, tmp_path / "out", RecordedEngine, id_column="id")
+    assert sorted(shown) == [0, 1]
+    assert len(list((tmp_path / "out").glob("shard-*.safetensors"))) >= 2
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -40,6 +40,17 @@ def test_a_lens_comes_back_from_its_file(site, residual, tmp_path):
         torch.testing.assert_close(found.map(ROWS, tuple(place)), exact, rtol=1e-12, atol=1e-12)
 
 
+def test_a_map_of_several_layers_is_in_the_file_for_each_of_them(tmp_path):
+    same, stack = torch.eye(SIZE), torch.randn(2, SIZE, SIZE)
+    maps = {0: (same, None), 1: (same, ROWS[0]), 2: (stack[0], ROWS[0]), 3: (stack[1].T, None)}
+    places = {Place("resid_post", layer): Affine(*one) for layer, one in maps.items()}
+    LinearLens("made", places, False).save(tmp_path / "lens.safetensors")
+    found = load_lens(tmp_path / "lens.safetensors")
+    for layer, (weight, bias) in maps.items():
+        for given, read in zip((weight, bias), found.maps["resid_post", layer], strict=True):
+            assert given is None if read is None else torch.equal(given, read)
+
+
 def tuned(path, **changed):
     """As tuned-lens saves it, and its layers as torch computes them."""
     layers = torch.nn.ModuleList(torch.nn.Linear(SIZE, SIZE) for _ in range(3))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.unit.strategies import as_json, sentence
-from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, Spec, SpecError, TokenIds
+from vllm_scope import Ablate, Add, Clamp, Gate, Probe, Read, Replace, Spec, SpecError, TokenIds
 from vllm_scope.request.actions import MAX_NAME
 from vllm_scope.request.arrays import MAX_NUMBERS, Array
 from vllm_scope.request.spec import MAX_EDITS, MAX_PROBES
@@ -363,6 +363,27 @@ def test_a_number_too_large_for_a_float_is_a_spec_error():
 )
 def test_a_number_that_is_infinite_in_float32_is_refused(make):
     assert "finite" in sentence(make)
+
+
+@pytest.mark.parametrize(
+    ("make", "came"),
+    [
+        pytest.param(lambda v: Clamp(V, lo=v, layer=1), "Clamp.lo is", id="lo"),
+        pytest.param(lambda v: Clamp(V, hi=v, layer=1), "Clamp.hi is", id="hi"),
+        pytest.param(
+            lambda v: Probe(V, activation=v, layer=1, name="p"), "Probe.activation is", id="word"
+        ),
+    ],
+)
+def test_an_array_in_place_of_one_value_is_refused(make, came):
+    for value in (np.array([1.0, 2.0]), torch.ones(2), [1.0, 2.0]):
+        assert sentence(lambda value=value: make(value)).startswith(came)
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert Clamp(V, lo=np.float32(-INF), hi=np.int64(2), layer=1) == Clamp(V, hi=2.0, layer=1)
+    assert Gate(V, np.int64(3)) == Gate(V, 3)
+    assert "one layer" in sentence(lambda: Gate(V, [3]))
 
 
 def test_a_dtype_that_is_a_list_is_a_sentence_about_the_dtype():

@@ -275,7 +275,7 @@ def _rests(scheduler: Scheduler) -> bool:
         state = _state_of(scheduler)
         state.resting, state.index = True, index_of(scheduler.kv_cache_manager)
     elif state.index is not None and state.index.has_news:
-        # Plain requests can take KV blocks with stored scores.
+        # A worker has reported lost scores, or all scores were dropped.
         state.resting = False
     return state.resting
 

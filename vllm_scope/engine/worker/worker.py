@@ -296,9 +296,10 @@ class ScopeWorker:
     def rests(self) -> bool:
         """Set and return `resting`, before a step that has no news."""
         if not self.resting:
-            self.resting = self._is_quiet
-            if self.resting and self.steps is not None:
+            quiet = self._is_quiet
+            if quiet and self.steps is not None:
                 self.steps.clear()
+            self.resting = quiet
         elif self._delivery is not None and self._delivery.store.has_missing:
             # The drain thread could not store some scores.
             self.resting = False

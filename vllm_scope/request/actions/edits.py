@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
+
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions.base import (
     Action,
@@ -225,8 +227,8 @@ class Clamp(Edit):
         for name, unbounded in (("lo", -math.inf), ("hi", math.inf)):
             value = getattr(self, name)
             if value is not None:
-                bound = None if value == unbounded else number(value, f"Clamp.{name}")
-                self._set(**{name: bound})
+                infinite = np.ndim(value) == 0 and value == unbounded
+                self._set(**{name: None if infinite else number(value, f"Clamp.{name}")})
         if self.lo is None and self.hi is None:
             raise SpecError("Clamp.lo and hi are missing; there is no bound. Give lo, hi or both.")
         if self.lo is not None and self.hi is not None and self.lo > self.hi:

@@ -104,7 +104,7 @@ class Gate:
                 f"Gate.site is {shown(self.site)}; a gate reads {', '.join(STREAM_SITES)}."
             )
         found = parse_layers(self.layer, self.site, "Gate.layer")
-        if found is None or not isinstance(self.layer, int | None):
+        if found is None or not isinstance(self.layer, int | np.integer | None):
             raise SpecError(f"Gate.layer is {shown(self.layer)}; a gate reads one layer.")
         self._set(layer=found[0], layers=found)
         self._check_numbers()

@@ -96,7 +96,7 @@ class Probe(Action):
         self._place()
         if self.layer_numbers is None:
             raise SpecError(f"Probe.layers is {shown(given)}; name one layer, or a list of them.")
-        if self.activation not in ACTIVATIONS:
+        if not isinstance(self.activation, str | None) or self.activation not in ACTIVATIONS:
             raise SpecError(
                 f"Probe.activation is {shown(self.activation)}; it must be 'sigmoid' or None."
             )
