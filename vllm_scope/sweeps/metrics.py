@@ -33,7 +33,7 @@ _MOST_TOLD = 3
 #: Log-probabilities of the next token in float64. The array has the tokens that a metric names, in
 #: the metric's order, or all tokens in the order of their ids.
 Logprobs = NDArray[np.float64]
-#: A function that returns the token ids of a text, without special tokens.
+#: A function that returns the token ids of a text.
 Encode = Callable[[str], list[int]]
 
 

@@ -5,7 +5,7 @@ To:    every view; static.py and scope.js.
 
 Promise: a part never contains NaN, infinity, or a control character other than the newline. Python
 code makes all texts and numbers that are shown. Therefore scope.js and static.py show the same
-content.
+texts and numbers, except that static.py shows only the caption of a histogram.
 """
 
 from __future__ import annotations
