@@ -39,7 +39,7 @@ from tests.unit.stepping import (
     worker_tables,
 )
 from tests.unit.strategies import VOCAB, is_selected, specs
-from vllm_scope import Add, CapacityError, Read, Spec
+from vllm_scope import Add, CapacityError, Probe, Read, Spec
 from vllm_scope.batch.labels import StepBatch
 from vllm_scope.engine.worker.delivery import NOBODY
 from vllm_scope.engine.worker.sizes import Limits
@@ -397,6 +397,59 @@ def test_a_request_whose_front_end_is_gone_keeps_its_edits(monkeypatch):
         worker.steps.end()
         worker.finish_requests(["r"])
     assert sink.finished == []
+
+
+@pytest.mark.parametrize("refused_by", ["expect", "add_request"])
+def test_a_request_that_cannot_be_watched_is_ended_if_a_probe_can_stop_it(refused_by, monkeypatch):
+    guard = Probe(np.ones(4), name="guard", layer=0, threshold=1.0, action="stop")
+
+    def refuse(*args):
+        raise CapacityError("no front-end")
+
+    with running_worker(EVERYWHERE, 64) as (worker, _):
+        monkeypatch.setattr(worker._delivery, refused_by, refuse)
+        for name, probe in ("stops", guard), ("flags", dataclasses.replace(guard, action="flag")):
+            sent = Request(name, 7, Spec(probes=(probe,)), 2, [1, 2, 3]).sent()
+            sent.req_id = name
+            add(worker, sent)
+        told = worker.with_endings(SimpleNamespace(sampled_token_ids=[[1]]))
+        assert told.scope_faults == {"stops": "no front-end"}
+
+
+@pytest.mark.parametrize("here", [(0, 1, 2), (3, 4)], ids=["the probe's", "the edit's"])
+@pytest.mark.parametrize("cached", [(), (b"a",)], ids=["computed", "cached"])
+def test_a_stage_without_the_probe_of_an_edited_request_keeps_no_scores(here, cached):
+    probe = Probe(np.ones(4), name="p", layer=0)
+    asked = Spec(probes=(probe,), edits=(Add([1.0, 2, 0, -1], layer=1),)).resolve(SITES)
+    with running_worker(here, 64) as (worker, sink):
+        worker.stage, worker.num_stages = int(here[-1] == 4), 2
+        worker._begin_steps()
+        sent = Sent("r", [1] * 20, 4, Recipient(7, "f"), asked)
+        news = news_of(worker, sent)
+        of_scores = {"scores": asked.scores_alone, "cached": cached, "block_size": 16}
+        news.entrants["r"] = replace(news.entrants["r"], **of_scores)
+        worker.add_requests([sent], news)
+        assert "r" in worker._planner
+        told = worker.with_endings(SimpleNamespace(sampled_token_ids=[[1]]))
+        assert not hasattr(told, "scope_faults")
+        worker.finish_requests(["r"])
+    assert sink.finished == [(7, None)]
+
+
+def test_a_small_step_that_does_not_fit_the_arena_is_drained_tap_by_tap(monkeypatch):
+    """Its rows would fit the size of those that taps write to the host by themselves."""
+    with running_worker(EVERYWHERE, 8) as (worker, _):
+        steps = worker.steps
+        monkeypatch.setattr(steps, "_arena", SimpleNamespace(
+            slots=SimpleNamespace(is_cuda=True), num_slots=8
+        ))  # fmt: skip
+        labels = SimpleNamespace(encodes=False)
+        for num_slots, direct in (8, True), (9, False):
+            plan = SimpleNamespace(num_slots=num_slots, num_delivered=num_slots, labels=labels)
+            assert (steps._take_room(plan) is not None) == direct
+            if direct:
+                steps._lease.release()
+                steps._lease = None
 
 
 def test_the_drain_thread_does_not_rest_once_no_request_runs(monkeypatch):

@@ -141,13 +141,14 @@ class Steps:
         """The step's first slot, in the ring (`_lease`) or the arena (`_region`). None if the step
         must be drained tap by tap."""
         assert self._delivery is not None
-        direct = plan.num_slots * SLOT_BYTES <= MOST_DIRECT_BYTES
+        # The ring is at least as large as the arena. Therefore rows that fit into the arena also
+        # fit into the ring.
+        fits = max(plan.num_slots, plan.num_delivered) <= self._arena.num_slots
+        direct = fits and plan.num_slots * SLOT_BYTES <= MOST_DIRECT_BYTES
         if direct and self._arena.slots.is_cuda and not plan.labels.encodes:
             self._lease = self._delivery.ring.acquire(plan.num_slots)
             return self._lease.start
-        # The ring is at least as large as the arena. Therefore rows that fit into the arena also
-        # fit into the ring.
-        if max(plan.num_slots, plan.num_delivered) <= self._arena.num_slots:
+        if fits:
             self._region = self._arena.acquire(plan.num_slots)
             return self._region.start
         return None

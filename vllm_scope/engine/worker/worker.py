@@ -351,7 +351,7 @@ class ScopeWorker:
                 # request, the worker reports the scores as lost.
                 self._keeping[request.req_id] = key, entrant.scores
             vectors = bool(asked.edits or asked.banked)
-            delivery = self._expect(request, told)
+            delivery = self._expect(request, told, asked)
             prompt_ids, program = request.prompt_token_ids, None
             if delivery is not None:
                 try:
@@ -386,10 +386,10 @@ class ScopeWorker:
                 self._scaling.add_request(
                     request.req_id, asked, prompt_ids, entrant.columns, drains
                 )
-            # `every` is None if this worker needs no program, because other stages have the probes.
-            every = program.generated_superset() if entrant.scores and key != NOBODY else None
-            if every is not None and self._delivery is not None:
-                self._delivery.keep_scores(key, entrant, every.layout)
+            if request.req_id in self._keeping and key != NOBODY and self._delivery is not None:
+                every = program.generated_superset()
+                if every is not None:
+                    self._delivery.keep_scores(key, entrant, every.layout)
         except Exception as error:
             self._refuse(request.req_id, vectors, key, error)
 
@@ -448,15 +448,16 @@ class ScopeWorker:
         self._finish(key, reason)
 
     def _expect(
-        self, request: NewRequestData, recipient: Recipient | None
+        self, request: NewRequestData, recipient: Recipient | None, asked: Resolved
     ) -> WorkerDelivery | None:
         """This worker's delivery. None if there is no delivery, or if the front-end is not
-        connected."""
+        connected. Without a front-end, a request that a probe or a policy can stop is ended."""
         if self._delivery is not None and recipient is not None:
             try:
                 self._delivery.expect(recipient)
             except CapacityError as error:
                 logger.warning("vllm-scope: request %s: %s", request.req_id, error)
+                self._end_unwatched(request.req_id, asked, str(error))
                 return None
         return self._delivery
 
