@@ -359,9 +359,11 @@ def _firsts(rows: NDArray[np.float32]) -> Ints:
 def _marks(count: int) -> Ints:
     """Random numbers, [count]. The numbers are random so that no client can make different programs
     or rows with equal sums."""
-    while len(_random[-1]) < count:
-        _random.append(np.frombuffer(secrets.token_bytes(16 * len(_random[-1])), np.int64))
-    return _random[-1][:count]
+    found = _random[-1]
+    while len(found) < count:  # another thread can append at the same time
+        found = np.frombuffer(secrets.token_bytes(16 * len(found)), np.int64)
+        _random.append(found)
+    return found[:count]
 
 
 _random = [np.frombuffer(secrets.token_bytes(8 * 4096), np.int64)]

@@ -57,10 +57,11 @@ class Array:
             # numpy has no bfloat16.
             value = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
         try:
-            found = np.asarray(value)
+            # numpy would give each text in a list the room of the longest text.
+            found = None if _has_texts(value) else np.asarray(value)
         except ValueError:
             raise SpecError(f"{where} is ragged; its rows must be of one length.") from None
-        if found.dtype.kind not in "fiu":
+        if found is None or found.dtype.kind not in "fiu":
             raise SpecError(
                 f"{where} is {shown(value)}; it must be a tensor, an array or a list of numbers."
             )
@@ -96,6 +97,19 @@ class Array:
 
     def __repr__(self) -> str:
         return f"Array{self.shape}"
+
+
+def _has_texts(value: object) -> bool:
+    """True if a value, or an item of (nested) lists or tuples, is a text, bytes, a dict or None."""
+    left: list[Any] = [[value]]
+    while left:
+        items = left.pop()
+        kinds = set(map(type, items))
+        if not kinds.isdisjoint((str, bytes, dict, type(None))):
+            return True
+        if not kinds.isdisjoint((list, tuple)):
+            left += [item for item in items if isinstance(item, list | tuple)]
+    return False
 
 
 def _checked(found: NDArray[Any], where: str, most_dimensions: int) -> Array:

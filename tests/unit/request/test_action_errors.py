@@ -11,8 +11,24 @@ import pytest
 import torch
 
 from tests.unit.strategies import as_json, sentence
-from vllm_scope import Ablate, Add, Clamp, Gate, Probe, Read, Replace, Spec, SpecError, TokenIds
+from vllm_scope import (
+    Ablate,
+    Add,
+    Clamp,
+    Features,
+    Gate,
+    Policy,
+    Positions,
+    Probe,
+    Read,
+    Replace,
+    SetFeature,
+    Spec,
+    SpecError,
+    TokenIds,
+)
 from vllm_scope.request.actions import MAX_NAME
+from vllm_scope.request.actions.sparse import EncoderRows
 from vllm_scope.request.arrays import MAX_NUMBERS, Array
 from vllm_scope.request.spec import MAX_EDITS, MAX_PROBES
 
@@ -378,6 +394,53 @@ def test_a_number_that_is_infinite_in_float32_is_refused(make):
 def test_an_array_in_place_of_one_value_is_refused(make, came):
     for value in (np.array([1.0, 2.0]), torch.ones(2), [1.0, 2.0]):
         assert sentence(lambda value=value: make(value)).startswith(came)
+
+
+@pytest.mark.parametrize("place", ["vector", "lo", "hi"])
+def test_texts_in_a_list_of_numbers_are_refused_at_a_cost_in_proportion_to_their_bytes(place):
+    """numpy gives each text of a list the room of the longest one."""
+    texts = ["a" * 2_000, *[""] * 20_000]
+    body = {"kind": "add", "vector": V} if place == "vector" else {"kind": "clamp", "direction": V}
+    body |= {"site": "embed", place: [texts, texts]}
+    text = json.dumps({"edits": [body]})
+    tracemalloc.start()
+    try:
+        assert f"edits[0].{place} is" in sentence(lambda: Spec.from_json(text))
+        assert tracemalloc.get_traced_memory()[1] < 30 * len(text)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "value", [[[1], [2, 3]], ["a", [2]], [None], [[]], [{}], {"a": 1}], ids=str
+)
+def test_lists_in_place_of_a_bound_are_refused(value):
+    body = {"kind": "clamp", "direction": V, "site": "embed", "hi": value}
+    text = sentence(lambda: Spec.from_json(json.dumps({"edits": [body]})))
+    assert text.startswith("edits[0].hi is")
+
+
+@pytest.mark.parametrize("index", [1 << 31, 1 << 63, 1 << 64, 10**400])
+def test_the_number_of_a_feature_fits_int32(index):
+    rows = EncoderRows(np.ones((1, 4)), [0.0], [0.0])
+    for make in (
+        lambda: Features(rows, layer=1, indices=[index], name="f"),
+        lambda: SetFeature("toy", index, 2.0),
+    ):
+        assert "below 2,147,483,648" in sentence(make)
+    assert Features(rows, layer=1, indices=[(1 << 31) - 1], name="f").indices
+
+
+@pytest.mark.parametrize("value", [1 << 64, -(1 << 63) - 1, {"a": [10**30]}], ids=str)
+def test_options_of_a_policy_with_more_than_64_bits_are_refused(value):
+    assert "JSON cannot hold" in sentence(lambda: Policy("p", {"x": value}))
+    assert Policy("p", {"x": (1 << 64) - 1}).options["x"] == (1 << 64) - 1
+
+
+def test_positions_of_a_replacement_can_be_a_selector():
+    rows = np.ones((2, 4))
+    one, other = (Replace(rows, positions=p, layer=1) for p in (Positions(0, 1), [0, 1]))
+    assert one == other
 
 
 def test_numbers_of_numpy_are_numbers():

@@ -504,8 +504,8 @@ def test_what_cannot_be_names_what_came_and_what_is_allowed(make, came, allowed)
             "probes[0].weight is [", "a list of Mlp", id="two-kinds",
         ),
         pytest.param(
-            {"weight": [V, MLP.to_json()], "layers": [0, 1]}, "probes[0].weight is ragged",
-            "one length", id="a-vector-and-an-mlp",
+            {"weight": [V, MLP.to_json()], "layers": [0, 1]}, "probes[0].weight is [[",
+            "a list of numbers", id="a-vector-and-an-mlp",
         ),
         pytest.param(
             {"activation": ["sigmoid"]}, "probes[0].activation is ['sigmoid']", "or None", id="list"

@@ -20,6 +20,8 @@ from vllm_scope.request.sites import EMBEDDING, MODEL_SITES, canonical_site, par
 Layers = Sequence[int] | str | int | None
 
 MAX_NAME = 200
+#: Features have numbers below this one, because their numbers are delivered as int32.
+MOST_FEATURES = 1 << 31
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 #: The default of `to`, with which the request's result contains the rows and scores.
 MEMORY = "memory"
@@ -77,6 +79,12 @@ def vector_or_module(value: object, where: str) -> Array | Module:
     if isinstance(value, Mapping) and set(value) == {"module"}:
         return Module(checked_name(value["module"], f"{where}.module"))
     return Array.parse(value, where)
+
+
+def are_features(indices: tuple[object, ...]) -> bool:
+    """True if these are distinct numbers of features."""
+    known = all(type(i) is int and 0 <= i < MOST_FEATURES for i in indices)
+    return known and len(set(indices)) == len(indices)
 
 
 def held_sae(name: str, saes: Mapping[str, Any], where: str) -> Any:

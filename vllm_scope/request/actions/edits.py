@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
-import numpy as np
-
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions.base import (
     Action,
@@ -227,7 +225,8 @@ class Clamp(Edit):
         for name, unbounded in (("lo", -math.inf), ("hi", math.inf)):
             value = getattr(self, name)
             if value is not None:
-                infinite = np.ndim(value) == 0 and value == unbounded
+                one = value.tolist() if getattr(value, "shape", None) == () else value
+                infinite = isinstance(one, float) and one == unbounded
                 self._set(**{name: None if infinite else number(value, f"Clamp.{name}")})
         if self.lo is None and self.hi is None:
             raise SpecError("Clamp.lo and hi are missing; there is no bound. Give lo, hi or both.")
@@ -265,7 +264,8 @@ class Replace(Edit):
     tokens: Any = field(default="all", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        positions = as_numbers(self.positions)
+        given = self.positions
+        positions = as_numbers(given.positions if isinstance(given, Positions) else given)
         positions = [positions] if isinstance(positions, int) else positions
         chosen = parse_selector(positions, "Replace.positions")
         if not isinstance(chosen, Positions):

@@ -22,7 +22,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions.base import checked_name, held_sae, number
+from vllm_scope.request.actions.base import (
+    MOST_FEATURES,
+    are_features,
+    checked_name,
+    held_sae,
+    number,
+)
 from vllm_scope.request.actions.edits import COMMON, Edit
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import MODEL_SITES, canonical_site
@@ -128,9 +134,10 @@ def _indices(index: object, where: str) -> tuple[int, ...]:
             f"{where} has {len(indices)} features; an edit has 1 to {MAX_FEATURES}. Send several "
             "edits."
         )
-    if any(type(i) is not int or i < 0 for i in indices) or len(set(indices)) < len(indices):
+    if not are_features(indices):
         raise SpecError(
-            f"{where} is {shown(index)}; it must name each feature one time, by its number."
+            f"{where} is {shown(index)}; it must name each feature one time, by its number, which "
+            f"must be below {MOST_FEATURES:,}."
         )
     return indices
 

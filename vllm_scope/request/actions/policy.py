@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions.base import checked_name
 
@@ -42,7 +44,8 @@ class Policy:
             raise SpecError(f"Policy.options is {shown(self.options)}; it must be an object.")
         try:
             text = json.dumps(dict(self.options), allow_nan=False, sort_keys=True)
-        except (TypeError, ValueError, RecursionError):
+            msgspec.msgpack.encode(self.options)  # refuses whole numbers of more than 64 bits
+        except (TypeError, ValueError, OverflowError, RecursionError):
             raise SpecError(
                 f"Policy.options is {shown(dict(self.options))}, which JSON cannot hold."
             ) from None

@@ -13,7 +13,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions.base import MEMORY, Action, checked_name, held_sae, number
+from vllm_scope.request.actions.base import (
+    MEMORY,
+    MOST_FEATURES,
+    Action,
+    are_features,
+    checked_name,
+    held_sae,
+    number,
+)
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import MODEL_SITES, canonical_site
 
@@ -191,10 +199,10 @@ class Features(Action):
                 f"Features.indices has {len(indices)} features; it has 1 to {MAX_INDICES}, of all "
                 "Features of a request together."
             )
-        if any(type(i) is not int or i < 0 for i in indices) or len(set(indices)) < len(indices):
+        if not are_features(indices):
             raise SpecError(
                 f"Features.indices is {shown(given)}; it must name each feature one time, by its "
-                "number."
+                f"number, which must be below {MOST_FEATURES:,}."
             )
         self._set(indices=indices)
 
