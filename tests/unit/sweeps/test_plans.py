@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import re
+import tracemalloc
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -543,6 +546,24 @@ def test_texts_of_several_tokens_are_named_in_the_log_once(monkeypatch):
     prompts = [chr(ord("a") + i) for i in range(5)]
     plan(Sweep(np.ones(8), metric=Logprob([one * 2 for one in prompts])), prompts)
     assert said[1].endswith("'aa' (1, 1), 'bb' (2, 2), 'cc' (3, 3), 2 more.")
+
+
+def test_the_log_and_the_memory_of_warnings_have_the_first_tokens_of_a_long_text(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(metrics.logger, "warning", lambda text, *args: said.append(text % args))
+    metrics._warn.cache_clear()
+    texts = [chr(ord("a") + i) * (1 << 16) for i in range(5)]
+    tracemalloc.start()
+    try:
+        LogitDifference(texts, 30).token_ids(partial(Letters().encode, add_special_tokens=False), 5)
+        gc.collect()
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 1 << 16
+    assert "(1, 1, 1, 1, 1, 1, 1, 1, 65528 more), " in said[0]
+    assert said[0].endswith(", 2 more.")
+    assert len(said[0]) < 1000
 
 
 def test_numbers_of_any_integer_type_are_token_ids():
