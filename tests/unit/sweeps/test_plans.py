@@ -44,7 +44,7 @@ from vllm_scope.request.selectors import MAX_ITEMS
 from vllm_scope.request.sites import Heads, Place, Sites
 from vllm_scope.sweeps import metrics, yielding
 from vllm_scope.sweeps.plan import Plan
-from vllm_scope.sweeps.source import ReadRows
+from vllm_scope.sweeps.source import ReadRows, given_rows
 from vllm_scope.sweeps.sweep import as_prompts
 from vllm_scope.sweeps.yielding import Yielding
 
@@ -462,6 +462,25 @@ def test_tokens_are_ids_or_texts_one_for_all_or_one_for_each_prompt():
 def test_what_cannot_be_is_refused(options, said):
     with pytest.raises(SpecError, match=said):
         plan(Sweep(**{"source": np.ones(8), "metric": METRIC} | options))
+
+
+@pytest.mark.parametrize("heads", [(2, 4), (1, 8)], ids=["two-heads", "one-head"])
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [
+        ((8,), (1, 1, 1, 8)), ((3, 8), (1, 3, 1, 8)), ((3, 1, 8), (1, 3, 1, 8)),
+        ((3, 4, 8), (1, 3, 4, 8)), ((2, 3, 1, 8), (2, 3, 1, 8)), ((2, 3, 4, 8), (2, 3, 4, 8)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rows_of_every_shape_are_taken_with_and_without_heads(rows, wanted, heads):
+    shape = (2, 3, 4 if 4 in rows else 1)
+    given = np.arange(np.prod(rows), dtype=np.float32)
+    found = given_rows(given.reshape(rows), shape, heads)
+    assert found.shape == wanted
+    assert found.ravel().tolist() == given.tolist()
+    with_heads = given_rows(given.reshape(*rows[:-1], *heads), shape, heads)
+    assert np.array_equal(with_heads, found)
 
 
 def test_prompts_are_refused_that_have_no_token():
