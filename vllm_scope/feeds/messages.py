@@ -114,8 +114,9 @@ class Channel:
             EOFError: one end is closed, or the process `parent` has ended.
         """
         try:
-            ready, _, _ = select.select([self._end], [], [], wait_s)
-            body = self._end.recv(_MOST_BYTES) if ready else None
+            ends = select.poll()  # `select.select` refuses a descriptor of 1024 or more
+            ends.register(self._end, select.POLLIN)
+            body = self._end.recv(_MOST_BYTES) if ends.poll(wait_s * 1000) else None
         except (OSError, ValueError) as error:  # another thread closed this end
             raise EOFError(str(error)) from None
         if body == b"" or (self._parent is not None and os.getppid() != self._parent):

@@ -35,7 +35,8 @@ class FileOptions(BaseModel):
         fsync: if True, call fsync on each file before the file becomes visible, then call fsync on
             the folder of the file.
         file_mib: the layouts `packed` and `sharded` begin a new file when the tensors of a file
-            have this size. `sharded` also begins a new file when the index of a file has 512 MiB.
+            have this size. Both also begin a new file when the header of a file has about 32 MiB,
+            and `sharded` when the index of a file has 512 MiB.
         packed_requests: the layout `packed` begins a new file after this number of requests.
         mode: the permissions of local files, as an octal number, such as '640'. If a user may read
             the files, the user may also enter the folders that the writer makes. The permissions of

@@ -3,7 +3,8 @@
     0/resid_post.5, 0/resid_post.5.positions, 0/token_ids, 1/resid_post.5, ...
 
 This layout is for many small requests whose tensors are read one by one. A file is full when it has
-`packed_requests` requests, or when its size reaches `file_mib`.
+`packed_requests` requests, when its size reaches `file_mib`, or when its header is half as large as
+a header can be.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import secrets
 from concurrent.futures import Future
 from contextlib import suppress
 
+import msgspec
 from torch import Tensor
 
 from vllm_scope.errors import FileError
@@ -20,6 +22,7 @@ from vllm_scope.files.options import FileOptions
 from vllm_scope.files.per_request import publish_tensors, tensors_of
 from vllm_scope.files.publish import Publisher
 from vllm_scope.files.stored import FileLayout, FinishedRequest, Stored, settling
+from vllm_scope.files.tensors import MOST_HEADER_BYTES, entry_bytes
 
 
 class PackedLayout(FileLayout):
@@ -34,17 +37,24 @@ class PackedLayout(FileLayout):
         self._stem = f"packed-{self._identity}-{self._num_files:06d}"
         self._tensors: dict[str, list[Tensor]] = {}
         self._manifests: list[IndexedRequest] = []
-        self._nbytes = 0
+        self._nbytes = self._header_bytes = 0
 
     def add(self, request: FinishedRequest) -> Stored:
         number = len(self._manifests)
         manifest = request.manifest(f"{self._stem}.safetensors", number=number)
-        self._tensors |= tensors_of(request, f"{number}/")
+        tensors = tensors_of(request, f"{number}/")
+        self._tensors |= tensors
+        # The header also has the index, as a JSON string.
+        text = msgspec.json.encode(manifest).decode()
+        self._header_bytes += sum(map(entry_bytes, tensors)) + len(msgspec.json.encode(text))
         self._manifests.append(manifest)
         self._nbytes += request.nbytes
         stored = Stored(manifest, self._published)
-        full = self._nbytes >= self._options.file_bytes
-        if full or len(self._manifests) >= self._options.packed_requests:
+        if (
+            self._nbytes >= self._options.file_bytes
+            or self._header_bytes >= MOST_HEADER_BYTES
+            or len(self._manifests) >= self._options.packed_requests
+        ):
             # Suppress the error here, because the futures of the requests have the error.
             with suppress(FileError):
                 self.flush()

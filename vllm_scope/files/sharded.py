@@ -38,7 +38,7 @@ from vllm_scope.files.options import FileOptions
 from vllm_scope.files.per_request import KEY, part_key, publish_indexed
 from vllm_scope.files.publish import Publisher
 from vllm_scope.files.stored import FileLayout, FinishedRequest, Stored, settling
-from vllm_scope.files.tensors import joined, write_tensors
+from vllm_scope.files.tensors import MOST_HEADER_BYTES, entry_bytes, joined, write_tensors
 
 #: Default number of shards that are written at the same time. If another shard is full, `add`
 #: waits.
@@ -96,13 +96,15 @@ class _Shard:
     Attributes:
         nbytes: number of bytes of the shard's tensors so far, without the index.
         index_bytes: number of bytes of the manifests in the index so far.
+        header_bytes: number of bytes of the header so far, at most. The tensors of a Summary are
+            not counted.
         published: a future that is done when the file is visible. If the file was not written, the
             future has the exception.
     """
 
     def __init__(self, stem: str) -> None:
         self.stem = stem
-        self.nbytes = self.index_bytes = 0
+        self.nbytes = self.index_bytes = self.header_bytes = 0
         self.manifests: list[IndexedRequest] = []
         self.published: Future[None] = Future()
         self._token_ids: list[Tensor] = []
@@ -125,7 +127,10 @@ class _Shard:
         # a part of a request.
         manifest = request.manifest(f"{self.stem}.safetensors", firsts, number, self._num_tokens)
         for name, stream in request.streams.items():
-            rows = self._streams.setdefault(name, _Rows(stream.codec))
+            if (rows := self._streams.get(name)) is None:
+                rows = self._streams[name] = _Rows(stream.codec)
+                # 3 more tensors: the rows' requests, positions and token ids.
+                self.header_bytes += (len(stream.parts) + 3) * entry_bytes(name)
             for part, pieces in stream.parts.items():
                 rows.parts.setdefault(part, []).extend(pieces)
             rows.num_rows += stream.shape[0]
@@ -213,7 +218,11 @@ class ShardedLayout(FileLayout):
     def add(self, request: FinishedRequest) -> Stored:
         shard = self._shard_for(request)
         stored = shard.add(request)
-        if shard.nbytes >= self._options.file_bytes or shard.index_bytes >= MOST_INDEX_BYTES:
+        if (
+            shard.nbytes >= self._options.file_bytes
+            or shard.index_bytes >= MOST_INDEX_BYTES
+            or shard.header_bytes >= MOST_HEADER_BYTES
+        ):
             self._rotate(shard)
         return stored
 

@@ -27,6 +27,12 @@ from vllm_scope.files.publish import write_bytes
 #: Largest number of bytes of a header. A larger header is refused before it is read. The
 #: safetensors format allows 100 MB.
 MAX_HEADER_BYTES = 64 << 20
+#: A file of several requests is full if its header has about this number of bytes. The last request
+#: of the file can exceed this number.
+MOST_HEADER_BYTES = MAX_HEADER_BYTES // 2
+#: Largest number of bytes of a tensor's entry in a header without the name of the stream, which is
+#: the end of the tensor's name, the dtype, two lengths and two offsets.
+_ENTRY_BYTES = 120
 #: The largest number of dimensions of a tensor in a file that is read. Tensors of captured rows
 #: have one or two dimensions.
 MAX_DIMS = 8
@@ -122,6 +128,12 @@ def head_of(
             "fewer requests into a file."
         )
     return struct.pack("<Q", len(text)) + text
+
+
+def entry_bytes(stream: str) -> int:
+    """An upper bound of the number of bytes that a header has for a tensor of this stream. In JSON,
+    some characters of the stream's name take 6 bytes."""
+    return len(msgspec.json.encode(stream)) + _ENTRY_BYTES
 
 
 def joined(pieces: Sequence[Tensor]) -> list[Tensor]:

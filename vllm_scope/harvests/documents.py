@@ -47,7 +47,8 @@ class Documents:
     """The documents of a data set, in order.
 
     Attributes:
-        source: the name or path of the data set, for error texts and the manifest.
+        source: the name or path of the data set, for error texts and the manifest. `?` replaces
+            bytes of a path that are no UTF-8.
         fingerprint: hexadecimal digits. Data sets with different content have different digits.
         count: the number of documents.
         column: the column of texts or token ids, or None for the first of COLUMNS with a value.
@@ -200,10 +201,11 @@ def _of_files(
             )
         name = file.name if file == root else file.relative_to(root).as_posix()
         num_rows, digest = _looked_at(file)
-        whole.update(f"{name}\0{digest}\0".encode())
+        whole.update(f"{name}\0{digest}\0".encode("utf-8", "surrogateescape"))
         starts.append(starts[-1] + num_rows)
+    source = str(root).encode("utf-8", "replace").decode()  # the name of a file can be any bytes
     documents = Documents(
-        str(root), whole.hexdigest(), starts[-1], column, id_column,
+        source, whole.hexdigest(), starts[-1], column, id_column,
         lambda: (row for file in files for row in _rows(file, wanted)),
     )  # fmt: skip
     for file, start in zip(files, starts, strict=False):

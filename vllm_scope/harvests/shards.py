@@ -227,6 +227,8 @@ def move_shards(
 
 
 def _keys(folder: Folder, name: str) -> set[bytes]:
-    """The keys of the contexts in a shard, or an empty set if the file is not a shard."""
+    """The keys of the contexts in a shard, or an empty set if the file is not a shard, or if no
+    harvest wrote it."""
     index = read_index(folder, name)
-    return set() if index is None else {key_of(one.documents) for one in index.requests}
+    requests = [] if index is None else index.requests
+    return {key_of(one.documents) for one in requests if one.documents}

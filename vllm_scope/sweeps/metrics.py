@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,8 +29,8 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: The most tokens that a metric can name, which is vLLM's MAX_LOGPROB_TOKEN_IDS.
 MOST_TOKENS = 128
-#: The largest number of texts that a warning names.
-_MOST_TOLD = 3
+#: The largest number of texts that a warning names, and of token ids that it shows for each text.
+_MOST_TOLD, _MOST_IDS = 3, 8
 #: Log-probabilities of the next token in float64. The array has the tokens that a metric names, in
 #: the metric's order, or all tokens in the order of their ids.
 Logprobs = NDArray[np.float64]
@@ -208,9 +209,12 @@ def _tokens(value: Any, encode: Encode, num_prompts: int, where: str) -> list[in
     names = [f"{where}[{i}]" if several else where for i in range(len(each))]
     ids = [_token_ids(one, encode, name) for one, name in zip(each, names, strict=True)]
     found = [some[0] for some in ids]
-    _warn(
-        where, tuple({one: some for one, some in zip(each, ids, strict=True) if some[1:]}.items())
-    )
+    if long := {one: some for one, some in zip(each, ids, strict=True) if some[1:]}:
+        told = tuple(
+            (shown(text), some[:_MOST_IDS], len(some))
+            for text, some in islice(long.items(), _MOST_TOLD)
+        )
+        _warn(where, told, len(long) - len(told))
     if not several:
         return found * num_prompts
     if len(found) != num_prompts:
@@ -222,16 +226,25 @@ def _tokens(value: Any, encode: Encode, num_prompts: int, where: str) -> list[in
 
 
 @lru_cache(maxsize=256)
-def _warn(where: str, texts: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
-    """Log a warning that these texts have several tokens, but only one time for the same texts."""
-    some = [f"{shown(text)} ({', '.join(map(str, ids))})" for text, ids in texts[:_MOST_TOLD]]
-    if len(texts) > _MOST_TOLD:
-        some.append(f"{len(texts) - _MOST_TOLD} more")
-    if some:
-        logger.warning(
-            "vllm-scope: %s has texts of several tokens, of which the metric takes the first: %s.",
-            where, ", ".join(some),
-        )  # fmt: skip
+def _warn(where: str, texts: tuple[tuple[str, tuple[int, ...], int], ...], num_more: int) -> None:
+    """Log a warning that texts have several tokens, but only one time for the same arguments.
+
+    The cache keeps the arguments, so the caller shortens the texts and the token ids.
+
+    Args:
+        texts: for each named text, its short repr, its first token ids and its number of tokens.
+        num_more: the number of further texts that have several tokens.
+    """
+    some = []
+    for text, ids, num_ids in texts:
+        more = f", {num_ids - len(ids)} more" if num_ids > len(ids) else ""
+        some.append(f"{text} ({', '.join(map(str, ids))}{more})")
+    if num_more:
+        some.append(f"{num_more} more")
+    logger.warning(
+        "vllm-scope: %s has texts of several tokens, of which the metric takes the first: %s.",
+        where, ", ".join(some),
+    )  # fmt: skip
 
 
 def _token_ids(value: object, encode: Encode, where: str) -> tuple[int, ...]:

@@ -40,24 +40,37 @@ def given_rows(value: Any, shape: tuple[int, int, int], row_shape: tuple[int, ..
             "or {'module': name}."
         ) from None
     width = int(np.prod(row_shape))
+    found = None
     if len(row_shape) == 2 and rows.shape[-2:] == row_shape:
-        rows = rows.reshape(*rows.shape[:-2], width)
-    # The caller's shape is [width], [layers, width], [layers, positions, width], or
-    # [prompts, layers, positions, width].
-    if rows.ndim == 2:
-        rows = rows[:, None]
-    if 1 <= rows.ndim <= 4:
-        rows = rows.reshape(*(1,) * (4 - rows.ndim), *rows.shape)
-    fits = rows.ndim == 4 and rows.shape[3] == width
-    if not fits or any(n not in (1, most) for n, most in zip(rows.shape, shape, strict=False)):
+        found = _fitting(rows.reshape(*rows.shape[:-2], width), shape, width)
+    if found is None:  # with one head, [prompts, layers, 1, width] also ends with `row_shape`
+        found = _fitting(rows, shape, width)
+    if found is None:
         prompts, layers, positions = shape
         raise SpecError(
             f"Sweep.source has the shape {list(np.shape(value))}; here it must be [{width}], "
             f"[{layers}, {width}], [{layers}, {positions}, {width}] or "
             f"[{prompts}, {layers}, {positions}, {width}]."
         )
-    if not np.isfinite(rows).all():
+    if not np.isfinite(found).all():
         raise SpecError("Sweep.source has a number that is NaN or infinite; give finite numbers.")
+    return found
+
+
+def _fitting(rows: Floats, shape: tuple[int, int, int], width: int) -> Floats | None:
+    """The rows with four dimensions, or None if their shape does not fit the sweep.
+
+    Args:
+        rows: [width], [layers, width], [layers, positions, width], or
+            [prompts, layers, positions, width].
+    """
+    if rows.ndim == 2:
+        rows = rows[:, None]
+    if 1 <= rows.ndim <= 4:
+        rows = rows.reshape(*(1,) * (4 - rows.ndim), *rows.shape)
+    fits = rows.ndim == 4 and rows.shape[3] == width
+    if not fits or any(n not in (1, most) for n, most in zip(rows.shape, shape, strict=False)):
+        return None
     return rows
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import gc
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +25,7 @@ from tests.recorded import RecordedEngine, Rows
 from tests.recorded_feeder import DIES, STARTS, stand_in
 from vllm_scope import Read, ScopeError, SpecError
 from vllm_scope.feeds import row_feed, start
-from vllm_scope.feeds.messages import Channel
+from vllm_scope.feeds.messages import Channel, Ended
 
 READ = Read("resid_post", layers=[1, 3])
 TEXTS = ["y" * (20 + i % 50) for i in range(150)]
@@ -158,6 +161,27 @@ def test_a_text_with_half_of_a_surrogate_pair_is_passed_over(model):
     found = sorted(token for batch in feed for token in batch.token_ids.tolist())
     assert found == sorted(1 + byte for byte in "abcz\U0001f600".encode())
     assert feed.num_skipped == 1
+
+
+def test_a_trainer_with_a_thousand_open_files_hears_its_feeder():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ours, theirs = Channel.pair()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        high = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 1024)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    ours.close()
+    trainer, feeder = Channel(socket.socket(fileno=high)), Channel(theirs)
+    assert trainer.receive(0) is None
+    feeder.send(Ended(5, 0))
+    assert trainer.receive(1) == Ended(5, 0)
+    feeder.close()
+    with pytest.raises(EOFError, match="the other end is closed"):
+        trainer.receive(1)
+    trainer.close()
+    with pytest.raises(EOFError):
+        trainer.receive(1)
 
 
 def test_a_feed_that_is_forgotten_on_its_feeders_thread_closes_its_memory():

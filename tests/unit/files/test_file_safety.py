@@ -619,6 +619,19 @@ def test_a_shard_ends_before_its_index_is_too_large_to_be_read(tmp_path, monkeyp
     assert len(vllm_scope.open(tmp_path)) == 20
 
 
+@pytest.mark.parametrize("layout", ["packed", "sharded"])
+def test_a_file_ends_before_its_header_is_too_large(layout, tmp_path, monkeypatch):
+    """Each request brings streams of its own, whose names are long in JSON."""
+    monkeypatch.setattr(f"vllm_scope.files.{layout}.MOST_HEADER_BYTES", 1 << 16)
+    monkeypatch.setattr("vllm_scope.files.tensors.MAX_HEADER_BYTES", 1 << 17)
+    with writer_of(tmp_path, layout=layout, packed_requests=1000) as writer:
+        for seed in range(20):
+            names = [f"{seed}-{i}-".ljust(200, "\x01") + ".features" for i in range(3)]
+            put(writer, seed, [(name, 5) for name in names], request_id=str(seed))
+    assert 3 < len(list(tmp_path.glob("*.safetensors"))) < 10
+    assert len(vllm_scope.open(tmp_path)) == 20
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
 from vllm_scope.errors import FileError, SpecError
 from vllm_scope.harvests.documents import find_documents
+from vllm_scope.harvests.manifest import HarvestManifest
 
 TEXTS = ["one", "two words", "", "ü\u2028 three"]
 IDS = [[1, 2, 3], [4], [], [5, 6]]
@@ -55,6 +60,29 @@ def test_a_line_of_a_text_is_a_document_and_a_folder_is_its_files_in_order(tmp_p
     assert [document.content for document in found] == ["first", "second ", "third", "fourth"]
     (tmp_path / "a.txt").rename(tmp_path / "c.txt")
     assert find_documents(tmp_path).fingerprint != found.fingerprint
+
+
+def test_paths_that_are_no_utf8_are_read(tmp_path):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/set\xff"))
+    fingerprints = set()
+    for name in (b"a\xff.txt", b"a\xfe.txt", b"a?.txt"):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        (folder / os.fsdecode(name)).write_text("first")
+        found = find_documents(folder)
+        assert [document.content for document in found] == ["first"]
+        fingerprints.add(found.fingerprint)
+    assert len(fingerprints) == 3
+    assert found.source == f"{tmp_path}/set?"
+    assert HarvestManifest({}, found.source, found.count, []).encode()
+
+
+def test_the_fingerprint_of_a_file_stays_the_same(tmp_path):
+    path = tmp_path / "ü.txt"
+    path.write_text("first\n")
+    digest = hashlib.sha256(b"first\n").hexdigest()
+    wanted = hashlib.sha256(f"ü.txt\0{digest}\0".encode()).hexdigest()
+    assert find_documents(path).fingerprint == wanted
 
 
 def test_a_list_is_a_data_set():

@@ -16,6 +16,7 @@ from tests.recorded import READS, RecordedEngine, harvest
 from vllm_scope import Read
 from vllm_scope.errors import ConfigError, FileError, ScopeError, SpecError
 from vllm_scope.files import FileOptions, RequestRecord, open_writer
+from vllm_scope.files.staged import make_staged
 from vllm_scope.harvests import progress
 from vllm_scope.harvests.manifest import read_manifest
 
@@ -205,6 +206,15 @@ def test_a_folder_with_other_rows_is_refused(tmp_path):
     with pytest.raises(
         FileError, match="has rows that no harvest wrote; harvest into another folder"
     ):
+        harvest(TEXTS, tmp_path)
+
+
+def test_a_folder_with_other_rows_is_refused_also_after_a_kill(tmp_path):
+    """A killed harvest leaves the hidden folder of its engine."""
+    with open_writer(FileOptions.parse({"root": str(tmp_path)})) as writer:
+        writer.begin().finish(RequestRecord("a", [1], [2], "m", 0, 0))
+    make_staged(str(tmp_path), False, 0o600).make()
+    with pytest.raises(FileError, match="has rows that no harvest wrote"):
         harvest(TEXTS, tmp_path)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import re
+import tracemalloc
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,7 +44,7 @@ from vllm_scope.request.selectors import MAX_ITEMS
 from vllm_scope.request.sites import Heads, Place, Sites
 from vllm_scope.sweeps import metrics, yielding
 from vllm_scope.sweeps.plan import Plan
-from vllm_scope.sweeps.source import ReadRows
+from vllm_scope.sweeps.source import ReadRows, given_rows
 from vllm_scope.sweeps.sweep import as_prompts
 from vllm_scope.sweeps.yielding import Yielding
 
@@ -461,6 +464,25 @@ def test_what_cannot_be_is_refused(options, said):
         plan(Sweep(**{"source": np.ones(8), "metric": METRIC} | options))
 
 
+@pytest.mark.parametrize("heads", [(2, 4), (1, 8)], ids=["two-heads", "one-head"])
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [
+        ((8,), (1, 1, 1, 8)), ((3, 8), (1, 3, 1, 8)), ((3, 1, 8), (1, 3, 1, 8)),
+        ((3, 4, 8), (1, 3, 4, 8)), ((2, 3, 1, 8), (2, 3, 1, 8)), ((2, 3, 4, 8), (2, 3, 4, 8)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rows_of_every_shape_are_taken_with_and_without_heads(rows, wanted, heads):
+    shape = (2, 3, 4 if 4 in rows else 1)
+    given = np.arange(np.prod(rows), dtype=np.float32)
+    found = given_rows(given.reshape(rows), shape, heads)
+    assert found.shape == wanted
+    assert found.ravel().tolist() == given.tolist()
+    with_heads = given_rows(given.reshape(*rows[:-1], *heads), shape, heads)
+    assert np.array_equal(with_heads, found)
+
+
 def test_prompts_are_refused_that_have_no_token():
     with pytest.raises(SpecError, match="at least one prompt"):
         plan(Sweep(np.ones(8), metric=METRIC), [])
@@ -543,6 +565,24 @@ def test_texts_of_several_tokens_are_named_in_the_log_once(monkeypatch):
     prompts = [chr(ord("a") + i) for i in range(5)]
     plan(Sweep(np.ones(8), metric=Logprob([one * 2 for one in prompts])), prompts)
     assert said[1].endswith("'aa' (1, 1), 'bb' (2, 2), 'cc' (3, 3), 2 more.")
+
+
+def test_the_log_and_the_memory_of_warnings_have_the_first_tokens_of_a_long_text(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(metrics.logger, "warning", lambda text, *args: said.append(text % args))
+    metrics._warn.cache_clear()
+    texts = [chr(ord("a") + i) * (1 << 16) for i in range(5)]
+    tracemalloc.start()
+    try:
+        LogitDifference(texts, 30).token_ids(partial(Letters().encode, add_special_tokens=False), 5)
+        gc.collect()
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 1 << 16
+    assert "(1, 1, 1, 1, 1, 1, 1, 1, 65528 more), " in said[0]
+    assert said[0].endswith(", 2 more.")
+    assert len(said[0]) < 1000
 
 
 def test_numbers_of_any_integer_type_are_token_ids():
