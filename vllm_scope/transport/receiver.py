@@ -184,7 +184,8 @@ class Receiver:
             except zmq.Again:
                 return
             except Exception:
-                # The rows of this message are lost. The requests report these rows as dropped.
+                # The rows of this message are lost. The requests report these rows as dropped, or
+                # fail.
                 logger.exception("vllm-scope: a message could not be read")
 
     def _say_goodbye(self) -> None:
