@@ -59,15 +59,18 @@ def follow(
     `Places` of the values at these positions.
 
     Args:
-        arrived: for each part, all positions that have arrived.
+        arrived: for each part, all positions that have arrived. Empty if the request's values were
+            dropped (Pending.lose). Early values are then dropped too.
     """
+    if state.taken and not arrived:
+        state = replace(state, taken=START.taken, early=START.early)
     new = result.wanted(selectors, state.seen)
     due = new if not len(state.due) else np.concatenate([state.due, new])
     taken = (*state.taken, *(0 for _ in arrived[len(state.taken) :]))
     fresh = [i for i, positions in enumerate(arrived) if len(positions) > taken[i]]
     after = replace(
         state, seen=max(state.seen, result.num_processed), due=due,
-        taken=tuple(map(len, arrived)) or taken,
+        taken=tuple(map(len, arrived)),
     )  # fmt: skip
     if len(fresh) == 1 and not len(state.early[0]):
         # In the usual case, the new positions are the next due positions, in the same order.

@@ -39,6 +39,12 @@ from vllm_scope.transport.receiver import Receiver
 
 logger = logging.getLogger("vllm.vllm_scope")
 
+UNKEPT = (
+    "this process could not keep some rows of the request, and dropped all its rows; the log of "
+    "this process contains the reason. Send the request again when other requests have finished, "
+    "or read fewer layers or tokens."
+)
+
 
 class _Tap(NamedTuple):
     """Fields of the last RowsMessage, if the message had the rows of one tap."""
@@ -169,6 +175,10 @@ class Inbox:
             # Copy now, because the worker may reuse the memory after `_on_rows` has returned.
             self._copiers.run([copy for one in arrived.values() for copy in one.copies()])
             whole = message.valid()
+        except Exception:
+            for pending in arrived.values():
+                pending.lose(UNKEPT)
+            raise
         finally:
             for pending in arrived.values():
                 pending.commit() if whole else pending.revert()
@@ -225,9 +235,11 @@ def _added(
     try:
         pending.add(pieces, labels, some)
     except Exception:
-        # The result of this request counts the rows as dropped. The other requests continue.
+        # The other requests continue. This request loses its earlier rows too, because the row of a
+        # rejected draft could otherwise replace a row of this message.
         logger.exception("vllm-scope: rows of a request could not be kept")
         pending.revert()
+        pending.lose(UNKEPT)
         return False
     return True
 

@@ -49,8 +49,9 @@ class MemorySink:
         #: Like `_frontend_of`, but only for requests whose rows are sent to the front-end.
         self._reads: dict[int, str] = {}
         self._num_bytes = 0
-        #: For each front-end, the number of messages that the front-end had read at the last call
-        #: of `_give_up`.
+        #: The lease of the last call of `_give_up`, and for each front-end the number of messages
+        #: that the front-end had read at this call.
+        self._waits_for: Lease | None = None
         self._read_before: dict[str, int] = {}
 
     @property
@@ -191,9 +192,10 @@ class MemorySink:
 
     def _give_up(self, lease: Lease) -> None:
         """Drop each front-end that blocks the worker. Such a front-end uses the lease for which the
-        worker waits, and has read no message since the last call of `_give_up`."""
+        worker waits, and has read no message since the last call, which had the same lease."""
         with self._lock:
-            before = self._read_before
+            before = self._read_before if self._waits_for is lease else {}
+            self._waits_for = lease
             self._read_before = {f: sender.num_read for f, sender in self._senders.items()}
             for frontend, sender in self._senders.items():
                 stands_still = self._read_before[frontend] == before.get(frontend)

@@ -150,9 +150,11 @@ class TcpHello(msgspec.Struct, array_like=True, tag="tcp"):
 
     Attributes:
         session: a random number. A worker uses the same number if it connects again.
+        dial: the number of connections that the worker has made in this session, with this one.
     """
 
     session: int
+    dial: int
 
 
 class Ack(msgspec.Struct, array_like=True, tag="answer"):

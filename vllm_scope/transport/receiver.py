@@ -66,15 +66,18 @@ class _Session:
     """A worker on TCP: its connection, and how many of its messages were read.
 
     A worker that connects again repeats the messages that were not read. Messages that arrive later
-    over the old connection are ignored. Therefore no message is read twice.
+    over the old connection are ignored. Therefore no message is read twice. zmq can deliver the
+    hello of an old connection after the hello of a newer one. Such a late hello is ignored too.
 
     Attributes:
+        dial: the `dial` of the hello of this connection.
         worker: the identity of the worker's ring; None until the worker has sent its counters.
         lost_at: the time, in monotonic seconds, at which the front-end noticed that the connection
             was lost; None before this time.
     """
 
     peer: bytes
+    dial: int = 0
     num_read: int = 0
     worker: int | None = None
     lost_at: float | None = None
@@ -181,7 +184,8 @@ class Receiver:
             except zmq.Again:
                 return
             except Exception:
-                # The rows of this message are lost. The requests report these rows as dropped.
+                # The rows of this message are lost. The requests report these rows as dropped, or
+                # fail.
                 logger.exception("vllm-scope: a message could not be read")
 
     def _say_goodbye(self) -> None:
@@ -242,9 +246,11 @@ class Receiver:
                 return  # the message came over the session's old connection
             self._forget_sessions(header.session)
             session = self._sessions.setdefault(header.session, _Session(peer))
+            if header.dial < session.dial:
+                return  # the worker has already replaced this connection
             self._peers.pop(session.peer, None)
             self._peers[peer] = session
-            session.peer, session.lost_at = peer, None
+            session.peer, session.dial, session.lost_at = peer, header.dial, None
         else:
             session.num_read += 1
             self._read_tcp(session, frames)

@@ -128,7 +128,7 @@ class HostRing(SpanRing[Lease]):
             whose rows have been read.
         give_up: While `acquire` waits for a lease, `acquire` calls this function with the lease
             every patience_s / 2. The function revokes a reader that has made no progress since the
-            last call.
+            last call with the same lease.
         patience_s: the seconds after which `give_up` has revoked a reader that makes no progress.
         wait_ms: how long `acquire` has waited for readers in total, in milliseconds.
     """

@@ -52,15 +52,21 @@ class SpanRing(ABC, Generic[S]):
             # Start again at slot 0. The spans at the ring's end are the oldest spans, so the queue
             # stays in order.
             while self._spans and self._spans[0].start >= start:
-                self._wait_for(self._spans.popleft())
+                self._wait_for_first()
             start = 0
         stop = start + num_slots
         while self._spans and self._spans[0].start < stop and start < self._spans[0].stop:
-            self._wait_for(self._spans.popleft())
+            self._wait_for_first()
         span = self._new_span(start, stop)
         self._spans.append(span)
         self._head = stop
         return span
+
+    def _wait_for_first(self) -> None:
+        """Wait for the oldest span, and then remove it. If the wait is interrupted, the span stays
+        in the queue, because its slots can still be in use."""
+        self._wait_for(self._spans[0])
+        self._spans.popleft()
 
     @abstractmethod
     def _new_span(self, start: int, stop: int) -> S: ...

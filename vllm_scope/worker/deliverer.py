@@ -6,7 +6,7 @@ From:  drain (the items), filler.   To: a BatchSink (sinks.router), the score st
 
 Promise: the sink gets rows in the order of their steps. The sink's `finish` for a request is called
 after all rows of the request. If rows cannot be delivered, the error is logged, and the requests
-report these rows as dropped. The engine and all later steps continue after such an error.
+report these rows as dropped, or fail. The engine and all later steps continue after such an error.
 """
 
 from __future__ import annotations

@@ -74,6 +74,7 @@ class Drain:
         joins: True if heads are applied to the rows of several steps together. A GPU then needs
             fewer launches, and reads the weights of a held SAE one time for all these steps. If
             None, `joins` is True on a GPU and False on a CPU.
+        drafts: The same as for Filler.
 
     Attributes:
         defers: True on a GPU. On a GPU, `submit_stored` does not wake the drain thread, unless the
@@ -94,10 +95,13 @@ class Drain:
         saes: PairMakers = NONE,
         moments_bytes: int = 0,
         joins: bool | None = None,
+        drafts: bool = False,
     ) -> None:
         self._widths, self._watch, self._store = widths, watch, store
         self._ring, self._sink = ring, sink
-        self.filler = Filler(arena, ring, widths, self._end_scores, saes, moments_bytes, joins)
+        self.filler = Filler(
+            arena, ring, widths, self._end_scores, saes, moments_bytes, joins, drafts
+        )
         self._summing, self._stream = self.filler.summing, self.filler.stream
         self._deliverer = Deliverer(self.filler, ring, sink, widths, store)
         self._pace = Pace()

@@ -38,6 +38,12 @@ HEAD_FAILED = (
     "the device; the worker's log contains the reason. Send the request again when other requests "
     "have finished, or start the server with a smaller gpu_memory_utilization."
 )
+ROWS_LOST = (
+    "some rows could not be copied from the device, and the engine decodes speculatively, so that "
+    "earlier rows of the same positions can belong to rejected tokens; the worker's log contains "
+    "the reason. Send the request again when other requests have finished, or start the server "
+    "with a smaller gpu_memory_utilization."
+)
 
 
 class Filler:
@@ -50,9 +56,12 @@ class Filler:
             True on a GPU and False on a CPU.
         forget: The filler calls this function with the keys of requests that lost rows or scores.
             The function must stop keeping the scores of these requests.
+        drafts: True if a computed token can be rejected (speculative decoding). A request that
+            loses rows then fails.
 
     Attributes:
-        failed: the errors of running requests for which a head has failed, by the request's key.
+        failed: the errors of running requests for which a head has failed, or which fail because
+            they lost rows, by the request's key.
     """
 
     def __init__(
@@ -64,7 +73,9 @@ class Filler:
         saes: PairMakers = NONE,
         moments_bytes: int = 0,
         joins: bool | None = None,
+        drafts: bool = False,
     ) -> None:
+        self._drafts = drafts
         self._arena, self._ring, self._widths, self._forget = arena, ring, widths, forget
         dtype, device = arena.slots.dtype, arena.slots.device
         self.stream = SideStream(device)
@@ -142,8 +153,7 @@ class Filler:
             return steps
         except Exception:
             if len(steps) == 1:
-                # After this error, the engine and all later steps continue. The requests report
-                # these rows as dropped.
+                # After this error, the engine and all later steps continue.
                 logger.exception("vllm-scope: rows could not be delivered")
                 self._lost(steps[0].labels)
                 return ()
@@ -185,7 +195,7 @@ class Filler:
                 self._fill(region, labels, boundary, lease, positions, written.query)
             except Exception:
                 # The encoding of rows can fail if no device memory is left. The engine's step
-                # continues, and the requests report these rows as dropped.
+                # continues.
                 logger.exception("vllm-scope: rows could not be encoded")
                 self.stream.synchronize()  # after this call, no kernel writes to the lease
                 whole = False
@@ -205,20 +215,25 @@ class Filler:
                 firsts = first_slots(labels, boundary, self._widths)
                 words = rows.view(torch.int64)
                 self.summing.add(words, labels, boundary, firsts, positions, ready)
-            self._fail(self.packer.pack(rows, labels, boundary, lease.slots))
+            self._fail(self.packer.pack(rows, labels, boundary, lease.slots), HEAD_FAILED)
         else:
             lease.slots.copy_(self._arena.view(region).view(torch.uint8), non_blocking=True)
 
-    def _fail(self, keys: Collection[int]) -> None:
+    def _fail(self, keys: Collection[int], why: str) -> None:
         """Record the error that these requests will have when they end, and stop keeping their
         scores."""
-        self.failed.update(dict.fromkeys(keys, HEAD_FAILED))
+        self.failed.update(dict.fromkeys(keys, why))
         self._forget(keys)
 
     def _lost(self, labels: Labels) -> None:
-        """Stop keeping scores of requests that lost rows. Otherwise the scores of a rejected draft
-        could replace the lost scores."""
-        self._forget(set(labels.keys.tolist()))
+        """Stop keeping scores of requests that lost rows. These requests report the lost rows as
+        dropped. With drafts, these requests fail, because the row of a rejected draft could
+        otherwise replace a lost row."""
+        keys = set(labels.keys.tolist())
+        if self._drafts:
+            self._fail(keys, ROWS_LOST)
+        else:
+            self._forget(keys)
 
 
 def _multiplies(layout: Layout) -> bool:

@@ -15,6 +15,7 @@ from tests.unit.oracle import aggregates_of
 from tests.unit.roads import SITES
 from vllm_scope import Ema, Except, Probe, Read, RollingMean, Spec, TokenIds, Union
 from vllm_scope.request.sites import Place
+from vllm_scope.results.budget import FULL
 from vllm_scope.results.buffer import Pending, Piece
 from vllm_scope.results.cursor import Cursor
 from vllm_scope.results.table import TableKey
@@ -225,6 +226,28 @@ def test_a_token_costs_the_same_after_a_long_prompt_as_after_a_short_one(selecto
     short, long = cost(1_000), cost(32_000)
     assert long < 1.5 * short + 20e-6
     assert long < 200e-6
+
+
+def test_a_stream_goes_on_after_its_rows_were_dropped():
+    pending = pending_of(Read("resid_post", layers=[1]), PROBE, prompt_ids=[1, 2, 3])
+    cursor, output = Cursor(rows=True), [7]
+    deliver(pending, [0, 1, 2], 1)
+    cursor.look(pending.snapshot(output, None))
+    assert [len(column.positions) for column in cursor.take()] == [3, 3]
+    deliver(pending, [3, 4], 2)  # the token at position 4 is not known yet
+    output.append(8)
+    cursor.look(pending.snapshot(output, None))
+    assert [column.positions.tolist() for column in cursor.take()] == [[3], [3]]
+    pending.lose(FULL)
+    for token in (9, 10):
+        output.append(token)
+        cursor.look(pending.snapshot(output, None))
+        assert cursor.take() == []
+    pending.finish(0, None)
+    result = pending.snapshot(output, "length")
+    cursor.look(result)
+    assert [len(column.positions) for column in (*cursor.take(), *cursor.rest(result))] == [0, 0]
+    assert (result.status, result.error) == ("failed", FULL)
 
 
 def test_tokens_do_not_wait_for_the_scores_of_an_operators_monitors():

@@ -19,7 +19,7 @@ from vllm_scope.request.spec import Spec
 from vllm_scope.results.allocator import CachingAllocator
 from vllm_scope.results.budget import Asker, asking
 from vllm_scope.results.copiers import PARALLEL_BYTES, copy_all, shares_of
-from vllm_scope.results.inbox import Inbox
+from vllm_scope.results.inbox import UNKEPT, Inbox
 from vllm_scope.results.table import SMALL_BYTES, Table
 from vllm_scope.sinks import Manifest
 from vllm_scope.transport.messages import FinishHeader, RowsMessage
@@ -134,7 +134,46 @@ def test_a_request_whose_rows_cannot_be_kept_costs_its_neighbours_nothing(monkey
         for pending in (broken, whole):
             pending.finish(0, None)
         assert whole.snapshot([5], "length").status == "complete"
-        assert broken.snapshot([5], "length").status == "incomplete"
+        lost = broken.snapshot([5], "length")
+        assert (lost.status, lost.error) == ("failed", UNKEPT)
+    finally:
+        inbox.close()
+
+
+@pytest.mark.parametrize("fails", ["room", "copy"])
+def test_the_row_of_a_rejected_draft_does_not_stand_for_a_row_that_could_not_be_kept(
+    fails, monkeypatch
+):
+    asked, layouts = layouts_of(Spec((Read("resid_post", layers=[1]),)))
+    inbox = Inbox(num_copiers=1)
+
+    def fail(*_):
+        raise MemoryError
+
+    def send(*positions):
+        count = len(positions)
+        slots = torch.zeros((count * layouts[0].slots(WIDTHS), SLOT_BYTES), dtype=torch.uint8)
+        inbox._on_rows(RowsMessage(
+            np.full(count, pending.key), np.array(positions), np.zeros(count, np.int32),
+            layouts[:1], None, WIDTHS, slots,
+        ))  # fmt: skip
+
+    try:
+        pending = inbox.open(asked, SITES, [1, 2], 8, 1)
+        send(0, 1)
+        send(2, 3)  # the token at position 3 is a draft that is rejected
+        with monkeypatch.context() as broken:
+            if fails == "room":
+                broken.setattr(Table, "write", fail)
+                send(3)
+            else:
+                broken.setattr(inbox._copiers, "run", fail)
+                with pytest.raises(MemoryError):
+                    send(3)
+        send(4)
+        pending.finish(0, None)
+        result = pending.snapshot([5, 6, 7, 8], "length")
+        assert (result.status, result.error, result.delivered) == ("failed", UNKEPT, 0)
     finally:
         inbox.close()
 

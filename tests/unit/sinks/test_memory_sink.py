@@ -352,6 +352,25 @@ def test_a_front_end_that_lives_and_does_not_read_is_given_up_and_may_come_back(
         assert set(stuck.rows_of(1)) <= {(1, 50, 0, 0), (1, 50, 2, 1)}
 
 
+def test_a_front_end_is_not_given_up_early_because_the_worker_waited_for_another_one_before(
+    sink, ring, two, caplog
+):
+    """The ring tells the sink twice of a wait for a lease: after half the time, and at its end."""
+    for key, front_end in enumerate(two):
+        front_end.gate.clear()
+        sink.add_request(key, front_end.name)
+        _write(sink, ring, [key], [1])
+        ring.give_up(ring._spans[-1])
+    assert "has not read its rows" not in caplog.text
+    for front_end in two:
+        front_end.gate.set()
+    for key, front_end in enumerate(two):
+        sink.finish(key, None)
+        front_end.wait_for(1)
+        assert front_end.rows == [(key, 50, 1, 0)]
+        assert not front_end.lost
+
+
 def test_a_front_end_that_never_connected_is_refused(sink, two):
     with pytest.raises(CapacityError, match="front-end nobody is not connected"):
         sink.add_request(1, "nobody")

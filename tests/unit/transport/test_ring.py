@@ -84,6 +84,27 @@ def test_an_empty_span_does_not_hide_the_one_behind_it():
     ring.close()
 
 
+@pytest.mark.parametrize("size", [4, 6], ids=["the-next-slots", "at-the-beginning-again"])
+def test_a_span_whose_wait_was_interrupted_is_waited_for_again(size):
+    ring = _ring(8)
+    ring.acquire(3).release()
+    lease = ring.acquire(5)
+    ring.acquire(3).release()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    ring.reclaim = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        ring.acquire(size)
+    assert not lease.free
+    assert ring.num_used() == 5
+    ring.reclaim = lease.release
+    ring.acquire(size)
+    assert lease.free, "slots in use were allocated again"
+    ring.close()
+
+
 def test_more_than_the_whole_ring_is_refused():
     ring = _ring(4)
     with pytest.raises(ValueError, match="a ring of 4 slots has no room for 5"):

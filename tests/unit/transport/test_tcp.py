@@ -243,7 +243,7 @@ def test_a_client_without_the_keys_is_not_heard(disguise, front_end, sender):
     stranger.connect(front_end.tcp.endpoint)
     # Where it was turned away already, there is nobody left to send to.
     with suppress(zmq.Again):
-        for message in (TcpHello(7), FinishHeader(666, 0, None)):
+        for message in (TcpHello(7, 1), FinishHeader(666, 0, None)):
             stranger.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
     assert not stranger.poll(500), "a stranger was answered"
     assert front_end.hears(sender)
@@ -409,6 +409,51 @@ def test_a_lost_connection_loses_no_message_and_repeats_none(front_end, impatien
     cable.close()
     sender.close(patience_s=0)
     ring.close()
+
+
+def _with_the_keys(tcp: TcpAddress) -> zmq.Socket:
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.curve_serverkey = tcp.server_key.encode()
+    socket.curve_publickey = tcp.client_key.encode()
+    socket.curve_secretkey = tcp.client_secret.encode()
+    socket.connect(tcp.endpoint)
+    return socket
+
+
+def test_an_old_connection_whose_hello_is_read_late_does_not_replace_the_new_one(front_end):
+    """zmq takes turns between connections, and can give the later hello first."""
+    old, new = (_with_the_keys(front_end.tcp) for _ in range(2))
+    new.send(msgspec.msgpack.encode(TcpHello(7, dial=2)))
+    assert road.decode_answer(new.recv()).read == 0
+    old.send(msgspec.msgpack.encode(TcpHello(7, dial=1)))
+    assert not old.poll(500), "the old connection was answered"
+    new.send(msgspec.msgpack.encode(FinishHeader(1, 0, None)))
+    assert front_end.finished.get(timeout=PATIENCE_S).key == 1
+    for socket in (old, new):
+        socket.close(linger=0)
+
+
+def test_a_worker_that_connects_while_the_front_end_is_busy_is_heard(
+    front_end, sender, ring, impatient, monkeypatch
+):
+    """It connects more than once meanwhile."""
+    hellos: list[TcpHello] = []
+
+    def hello(session: int, dial: int) -> TcpHello:
+        hellos.append(TcpHello(session, dial))
+        return hellos[-1]
+
+    monkeypatch.setattr(tcp, "TcpHello", hello)
+    front_end.gate.clear()
+    _send(sender, ring, 1.0)
+    threading.Timer(0.45, front_end.gate.set).start()
+    second = TcpSender(front_end.tcp, ring)
+    assert front_end.hears(second)
+    assert front_end.hears(sender)
+    assert len({hello.session for hello in hellos}) == 1
+    assert [hello.dial for hello in hellos] == list(range(1, len(hellos) + 1))
+    assert len(hellos) > 1
+    second.close(patience_s=0)
 
 
 # What dies

@@ -28,6 +28,7 @@ from vllm_scope.worker.arena import Arena
 from vllm_scope.worker.deliverer import Waiting
 from vllm_scope.worker.drain import Drain
 from vllm_scope.worker.drain_items import Finish, Rows, may_join
+from vllm_scope.worker.filler import ROWS_LOST
 from vllm_scope.worker.score_store import MOST_STEPS_KEPT, Filled
 from vllm_scope.worker.watch import Watch
 
@@ -181,7 +182,9 @@ def test_a_head_that_fails_fails_the_requests_that_asked_for_it_alone(boundary, 
 
 
 @contextmanager
-def of_pairs(device: torch.device, num_slots: int, host_slots: int = 400) -> Iterator[Any]:
+def of_pairs(
+    device: torch.device, num_slots: int, host_slots: int = 400, drafts: bool = False
+) -> Iterator[Any]:
     """A drain with a held SAE, `pairs`; what its sink was given, and `submit` of a step."""
     arena, sink, pairs = Arena(num_slots, torch.float32, device), RecordingSink(), Pairs(0)
     found: list[tuple[int, int, float]] = []
@@ -198,7 +201,7 @@ def of_pairs(device: torch.device, num_slots: int, host_slots: int = 400) -> Ite
     ring = HostRing(host_slots, cuda=device.type == "cuda")
     drain = Drain(
         arena, ring, sink, Widths((ROW_BYTES,)), moments_bytes=1 << 20, saes={"one": pairs},
-        joins=True,
+        joins=True, drafts=drafts,
     )  # fmt: skip
     layouts = (Layout((), ((Strongest.of_sae("one", 1), (point_of(0, 0),)),)),)
 
@@ -269,11 +272,13 @@ def test_steps_that_heads_work_on_at_once_are_where_they_belong(num_slots):
     assert sum(pairs.counts) == 400
 
 
+@pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("num_slots", [10, 100])
-def test_a_step_that_cannot_be_copied_loses_its_own_rows_only(num_slots, caplog):
+def test_a_step_that_cannot_be_copied_loses_its_own_rows_only(num_slots, drafts, caplog):
     """Others of the same look are delivered, and their regions are free again: of 10 slots, the
-    first steps fill the arena to its end."""
-    with of_pairs(CPU, num_slots) as (submit, drain, sink, found, _):
+    first steps fill the arena to its end. With drafts, a request that lost rows fails, because the
+    row of a rejected draft could have come before a lost row."""
+    with of_pairs(CPU, num_slots, drafts=drafts) as (submit, drain, sink, found, _):
         fill = drain.filler._fill
 
         def fail(region, labels, *more):
@@ -292,9 +297,10 @@ def test_a_step_that_cannot_be_copied_loses_its_own_rows_only(num_slots, caplog)
         for step, key in enumerate(keys, 1):
             submit(key, step, 2)
         drain.finish_request(9)
+        drain.finish_request(1)
     kept = [one for step, key in enumerate(keys, 1) if key != 9 for one in pairs_of(key, [step], 2)]
     assert found == [*pairs_of(1, [0], 1), *kept]
-    assert sink.events == [(9, None)]
+    assert sink.events == [(9, ROWS_LOST if drafts else None), (1, None)]
     assert caplog.text.count("rows could not be delivered") == keys.count(9)
 
 

@@ -92,7 +92,7 @@ class WorkerDelivery:
         Args:
             here: boundaries with a tap on this worker.
             stage: the number of this pipeline stage, and the number of stages.
-            drafts: the argument `drafts` of Watch.
+            drafts: the argument `drafts` of Watch and Drain.
             lag: the argument `lag` of Policies.
             saes: the argument `saes` of Drain. The worker later adds lenses to this mapping.
 
@@ -109,8 +109,9 @@ class WorkerDelivery:
         store = ScoreStore(sizes.widths, sites.step_tokens)
         loaded = {name: one.load() for name, one in config.policy_configs().items()}
         drain = Drain(
-            arena, ring, router, sizes.widths, watch, store, saes, int(config.moments_mib * 2**20)
-        )
+            arena, ring, router, sizes.widths, watch, store, saes, int(config.moments_mib * 2**20),
+            drafts=drafts,
+        )  # fmt: skip
 
         def reclaim() -> None:
             drain.hurry()

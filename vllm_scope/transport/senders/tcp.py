@@ -98,6 +98,8 @@ class TcpSender(Sender):
         self._unread: deque[_Sent] = deque()
         #: The number of connections since the front-end last read a message.
         self._num_dials = 0
+        #: The number of connections in total.
+        self._num_hellos = 0
         self._given_up = False
         self._dead = False
         self._lock = threading.Lock()
@@ -203,7 +205,8 @@ class TcpSender(Sender):
             poller.register(end, zmq.POLLIN)
         try:
             socket.connect(self._address.endpoint)
-            socket.send(encode(TcpHello(self._session)))
+            self._num_hellos += 1
+            socket.send(encode(TcpHello(self._session, self._num_hellos)))
             self._serve(socket, monitor, poller)
         finally:
             socket.disable_monitor()
