@@ -187,6 +187,11 @@ class _Address(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers["Content-Length"]))
         status = self.server.statuses.get()
         self.send_response(status)
+        self.send_header("Location", "/other")
+        self.end_headers()
+
+    def do_GET(self):
+        self.send_response(200)
         self.end_headers()
 
     def log_message(self, *args):
@@ -260,6 +265,15 @@ def test_a_webhook_tells_what_became_of_each_verdict(monkeypatch, address):
     for status in (200, 500, 200):
         address.statuses.put(status)
     until(sent=2, failed=1, dropped=2, waiting=0)
+
+
+@pytest.mark.parametrize("status", [301, 303, 307])
+def test_a_verdict_for_a_webhook_that_redirects_has_failed(status, address):
+    hook = webhook.Webhook.parse(f"http://127.0.0.1:{address.server_port}/x", "url")
+    address.statuses.put(status)
+    hook.tell({"position": 0})
+    until(lambda: not hook.outcomes["waiting"], 60)
+    assert hook.outcomes == {"sent": 0, "failed": 1, "dropped": 0, "waiting": 0}
 
 
 @pytest.mark.parametrize("statuses", [(500, 200, 500), (None, None)])
