@@ -443,6 +443,14 @@ def test_a_request_without_a_spec_of_its_own_gets_that_of_the_monitors(asynchron
     assert (given[0].skip_clone, params.extra_args) == (True, None)
 
 
+@pytest.mark.parametrize("given", [{"reads": []}, ["reads"], 5], ids=["dict", "list", "number"])
+def test_a_spec_that_is_no_text_is_refused_with_a_sentence_beside_monitors(given, monitored):
+    params = SamplingParams(extra_args={"scope": given})
+    applied = translators.applying(params, monitored.vllm_config)
+    with pytest.raises(SpecError, match=r"extra_args\['scope'\] is a \w+; it must be a JSON string"):
+        translators.translated(params, applied, SITES, {})
+
+
 def test_a_monitor_that_lacks_its_weight_is_told_that_alone():
     with pytest.raises(SpecError) as refused:
         parse_all({"one": {"layers": [1], "threshold": 1.0}})
