@@ -314,7 +314,8 @@ def _looked_up(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
 
 def set_monitors(engine: Engine, bodies: object, connection: Connection) -> None:
     """Replace an engine's monitors, in this process and in the other API server processes. The new
-    monitors are added to requests that enter later.
+    monitors are added to requests that enter later, but not to the prepared requests of a sweep or
+    harvest that already runs (frontend.alike).
 
     Args:
         bodies: maps the name of each monitor to the body for `parse`. A body must not have the

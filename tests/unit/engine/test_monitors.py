@@ -22,12 +22,14 @@ from vllm_scope.core.registry import Registry
 from vllm_scope.engine import judge, monitors, webhook
 from vllm_scope.engine.frontend import requests as entering
 from vllm_scope.engine.frontend import translators
+from vllm_scope.engine.frontend.alike import Alike, asking
 from vllm_scope.engine.frontend.connection import Connection, connections
 from vllm_scope.engine.http.calls import EngineCalls
 from vllm_scope.engine.judge import Judge
 from vllm_scope.engine.monitors import parse_all
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.errors import SpecError
+from vllm_scope.request.actions import Add
 from vllm_scope.request.spec import Spec
 from vllm_scope.results.inbox import inbox
 from vllm_scope.server.changes import NoTurnError
@@ -441,6 +443,30 @@ def test_a_request_without_a_spec_of_its_own_gets_that_of_the_monitors(asynchron
     asked = Spec.from_json(given[0].extra_args["scope"])
     assert [probe.name for probe in asked.probes] == ["monitor/one"]
     assert (given[0].skip_clone, params.extra_args) == (True, None)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_cell_that_was_checked_before_monitors_were_set_enters_without_them(
+    asynchronous, monitored
+):
+    given: list[SamplingParams] = []
+    connections.of(monitored.output_processor).generation = inbox().generation
+    monitors.set_on(monitored, {})
+    alike, plain, edit = Alike.of_engine(monitored), SamplingParams(), Add([1.0] * 4, layer=1)
+    cell = alike.with_edits(alike.checked(0, (edit,), plain, [1, 2]), (edit,))
+    monitors.set_on(monitored, {"one": FLAG})
+    args = monitored, "r", {"type": "token", "prompt_token_ids": [1, 2]}, asking(plain)
+
+    async def add(engine, request_id, prompt, params):
+        given.append(params)
+
+    with entering.prepared_as(cell):
+        if asynchronous:
+            asyncio.run(entering._add_async(add, *args))
+        else:
+            entering._add_sync(lambda engine, name, prompt, params: given.append(params), *args)
+    assert [params.extra_args for params in given] == [{"scope": ""}]
+    assert Alike.of_engine(monitored) is None
 
 
 @pytest.mark.parametrize("given", [{"reads": []}, ["reads"], 5], ids=["dict", "list", "number"])

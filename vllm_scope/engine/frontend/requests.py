@@ -246,6 +246,12 @@ def _add_to_processor(
     runs.put(state, Running(pending, decorators, state.detokenizer, text))
 
 
+def _applying(engine: Engine, params: SamplingParams) -> translators.Applying:
+    """The translators that apply to a request. If the request is prepared ahead, no translator
+    applies: the sweep or harvest of the request began without monitors."""
+    return () if _ahead.get() is not None else translators.applying(params, engine.vllm_config)
+
+
 def _translated(
     engine: Engine,
     applied: translators.Applying,
@@ -274,7 +280,7 @@ def _add_sync(original: Callable[..., T], self: LLMEngine, *args: object, **kwar
     params = params_of(args, kwargs, 2)
     ahead.send(self, monitors_of(self.vllm_config))
     asked = asks(params)
-    applied = translators.applying(params, self.vllm_config)
+    applied = _applying(self, params)
     if asked or applied:
         if needs_connection(self):
             connect_sync(self)
@@ -298,7 +304,7 @@ def _add_async(
     ahead.send_soon(self, monitors_of(self.vllm_config))
     given = params_of(args, kwargs, 2)
     asked = asks(given)
-    applied = translators.applying(given, self.vllm_config)
+    applied = _applying(self, given)
     if not asked and not applied:
         return original(self, *args, **kwargs)
 
