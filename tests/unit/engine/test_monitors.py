@@ -54,7 +54,9 @@ class Cores(Thing):
 def engine_of(num_processes):
     parallel = Thing(_api_process_count=num_processes, pipeline_parallel_size=1)
     config = Thing(additional_config={"scope": {}}, parallel_config=parallel)
-    engine = Thing(vllm_config=config, output_processor=Thing(), engine_core=Cores())
+    engine = Thing(
+        vllm_config=config, output_processor=Thing(request_states={}), engine_core=Cores()
+    )
     known = SimpleNamespace(sites=SITES, generation=inbox().generation, reason="of this test")
     connections.put(engine.output_processor, known)
     return engine
@@ -473,7 +475,9 @@ def test_a_cell_that_was_checked_before_monitors_were_set_enters_without_them(
 def test_a_spec_that_is_no_text_is_refused_with_a_sentence_beside_monitors(given, monitored):
     params = SamplingParams(extra_args={"scope": given})
     applied = translators.applying(params, monitored.vllm_config)
-    with pytest.raises(SpecError, match=r"extra_args\['scope'\] is a \w+; it must be a JSON string"):
+    with pytest.raises(
+        SpecError, match=r"extra_args\['scope'\] is a \w+; it must be a JSON string"
+    ):
         translators.translated(params, applied, SITES, {})
 
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -290,11 +291,15 @@ def _add_sync(original: Callable[..., T], self: LLMEngine, *args: object, **kwar
             assert connection is not None
             doubts = connection.num_doubts
             connection.learn_modules(self.collective_rpc("scope_modules")[0], doubts)
+    states = self.output_processor.request_states
+    num_before = len(states)
     try:
         return original(self, *args, **kwargs)
     except ScopeError:
         # An EngineCore in this process can refuse a request that the output processor already has.
-        self.abort_request([kwargs["request_id"] if "request_id" in kwargs else args[0]])
+        # Only this request is aborted, because other requests can have the same caller's id.
+        if added := [*islice(states, num_before, None)]:
+            self.abort_request(added, internal=True)
         raise
 
 
@@ -356,10 +361,10 @@ async def _add_one_async(
             await original(self, request, prompt, parent_req, *args, **kwargs)
         except asyncio.CancelledError:
             # If the caller is cancelled while vLLM adds the request, vLLM itself does not abort the
-            # request.
+            # request. Only this request is aborted, because other requests can have the same
+            # caller's id.
             # vllm 0.30 to 0.33, v1/engine/async_llm.py, AsyncLLM.generate: `q` is None then
-            name = getattr(request, "external_req_id", None) or request.request_id
-            await self.abort([name])
+            await self.abort([(parent_req or request).request_id], internal=True)
             raise
 
 
