@@ -24,13 +24,14 @@ from vllm_scope.engine.frontend import requests as entering
 from vllm_scope.engine.frontend import translators
 from vllm_scope.engine.frontend.alike import Alike, asking
 from vllm_scope.engine.frontend.connection import Connection, connections
+from vllm_scope.engine.frontend.prepared import prepare
 from vllm_scope.engine.http.calls import EngineCalls
 from vllm_scope.engine.judge import Judge
 from vllm_scope.engine.monitors import parse_all
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.errors import SpecError
-from vllm_scope.request.actions import Add
-from vllm_scope.request.spec import Spec
+from vllm_scope.request.actions import Add, Read
+from vllm_scope.request.spec import Spec, scope
 from vllm_scope.results.inbox import inbox
 from vllm_scope.server.changes import NoTurnError
 from vllm_scope.server.shared import Shared
@@ -469,6 +470,30 @@ def test_a_cell_that_was_checked_before_monitors_were_set_enters_without_them(
             entering._add_sync(lambda engine, name, prompt, params: given.append(params), *args)
     assert [params.extra_args for params in given] == [{"scope": ""}]
     assert Alike.of_engine(monitored) is None
+
+
+@pytest.mark.parametrize("names", [["one"], ["one", "two"], []])
+@pytest.mark.parametrize(
+    ("ids", "resumable", "what", "instead"),
+    [
+        (None, False, "prompt embeddings", "send text or token ids."),
+        ([1], True, "streamed input", "send the prompt in one piece."),
+    ],
+    ids=["embeddings", "streamed"],
+)
+def test_a_request_that_cannot_be_tapped_is_refused_with_the_names_of_the_monitors(
+    names, ids, resumable, what, instead, monitored
+):
+    monitors.set_on(monitored, dict.fromkeys(names, FLAG))
+    given = SamplingParams(extra_args=None if names else scope(Read("embed")))
+    applied = translators.applying(given, monitored.vllm_config)
+    params = translators.translated(given, applied, SITES, {})
+    request = Thing(sampling_params=params, prompt_token_ids=ids, resumable=resumable)
+    with pytest.raises(SpecError) as refused:
+        prepare(connections.of(monitored.output_processor), request)
+    called = f"monitor{'s' * (len(names) - 1)} {', '.join(map(repr, names))}"
+    why = f", and this engine taps every request for its {called}" if names else ""
+    assert str(refused.value) == f"{what} cannot be tapped{why}; {instead}"
 
 
 @pytest.mark.parametrize("given", [{"reads": []}, ["reads"], 5], ids=["dict", "list", "number"])
