@@ -286,8 +286,8 @@ class Controller(Uncopied):
         """End the controller. The callback is not called any more. If `keep` is False, restore the
         server-wide edits from before the controller. If `keep` is True, the controller's last edits
         stay in force. If the callback still runs, wait at most `patience_s` seconds for its end,
-        and drop the result."""
-        if self._server is None or self._closed.is_set():
+        and drop the result. If the controller's thread was never started, do nothing."""
+        if self._server is None or self._closed.is_set() or self._thread.ident is None:
             return
         self._check_thread()
         self._closed.set()

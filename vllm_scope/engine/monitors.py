@@ -11,9 +11,10 @@ A monitor is a probe with a threshold. In a request, the probe of the monitor NA
 
 Promise: if the model does not support a configured monitor, or the engine has no room for all
 configured monitors, the engine does not start. If the same is true of monitors that an operator
-sets later, the monitors are refused. Therefore a monitor
-causes an error in a request only if the monitors and the request's own actions together need more
-room than the engine has.
+sets later, the monitors are refused. No request passes without the monitors that are set when it
+enters. Therefore monitors cause an error in a request in two cases: the monitors and the request's
+own actions together need more room than the engine has, or the request has prompt embeddings or
+streamed input, which cannot be tapped.
 """
 
 from __future__ import annotations
@@ -314,7 +315,8 @@ def _looked_up(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
 
 def set_monitors(engine: Engine, bodies: object, connection: Connection) -> None:
     """Replace an engine's monitors, in this process and in the other API server processes. The new
-    monitors are added to requests that enter later.
+    monitors are added to requests that enter later, but not to the prepared requests of a sweep or
+    harvest that already runs (frontend.alike).
 
     Args:
         bodies: maps the name of each monitor to the body for `parse`. A body must not have the

@@ -120,7 +120,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
         _wraps("RequestState._new_completion_output", "finish_reason", "detokenizer"),
         _uses("OutputProcessor", "has_unfinished_requests"),
     ),
-    "v1.engine.parallel_sampling": (_uses("ParentRequest", "sampling_params"),),
+    "v1.engine.parallel_sampling": (_uses("ParentRequest", "request_id sampling_params"),),
     "v1.engine.detokenizer": (
         _uses("IncrementalDetokenizer", "token_ids num_output_tokens"),
         _uses("BaseIncrementalDetokenizer", "decode_next"),

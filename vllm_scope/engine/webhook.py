@@ -105,13 +105,14 @@ class Webhook(Background):
             self._count("dropped")
 
     def _run(self) -> None:
+        opener = urllib.request.build_opener(_NoRedirects)
         while True:
             body, ended = self._waiting.get()
             headers = {"Content-Type": "application/json"}
             request = urllib.request.Request(self.url, body, headers)
             outcome = "sent"
             try:
-                urllib.request.urlopen(request, timeout=TIMEOUT_S).close()
+                opener.open(request, timeout=TIMEOUT_S).close()
             except Exception as error:
                 # urllib raises OSError, and HTTPException for a malformed answer.
                 self._say(error)
@@ -121,6 +122,14 @@ class Webhook(Background):
                 self._waiting.task_done()
             if ended is not None:
                 ended()
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Makes urllib raise HTTPError if the address redirects. Otherwise, urllib would send a GET
+    without the verdict to the new address."""
+
+    def redirect_request(self, *args: object) -> None:
+        return None
 
 
 def _has_host(url: str) -> bool:

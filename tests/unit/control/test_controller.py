@@ -285,6 +285,15 @@ def test_a_controller_is_used_once():
     assert engine.get() is None
 
 
+def test_closing_a_controller_that_never_started_leaves_the_running_one():
+    controller, engine = made(to(1.0))
+    other = Controller(to(1.0), {"calm": CALM}, bounds={"calm": (0, 1)}).on(engine)
+    with controller:
+        other.close()
+        assert engine.tell is not None
+        assert engine.edits() == (CALM,)
+
+
 def test_it_does_not_wait_on_its_engines_event_loop():
     controller, engine = made(to(1.0))
     engine.on_its_loop = True

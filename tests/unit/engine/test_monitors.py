@@ -22,13 +22,16 @@ from vllm_scope.core.registry import Registry
 from vllm_scope.engine import judge, monitors, webhook
 from vllm_scope.engine.frontend import requests as entering
 from vllm_scope.engine.frontend import translators
+from vllm_scope.engine.frontend.alike import Alike, asking
 from vllm_scope.engine.frontend.connection import Connection, connections
+from vllm_scope.engine.frontend.prepared import prepare
 from vllm_scope.engine.http.calls import EngineCalls
 from vllm_scope.engine.judge import Judge
 from vllm_scope.engine.monitors import parse_all
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.errors import SpecError
-from vllm_scope.request.spec import Spec
+from vllm_scope.request.actions import Add, Read
+from vllm_scope.request.spec import Spec, scope
 from vllm_scope.results.inbox import inbox
 from vllm_scope.server.changes import NoTurnError
 from vllm_scope.server.shared import Shared
@@ -52,7 +55,9 @@ class Cores(Thing):
 def engine_of(num_processes):
     parallel = Thing(_api_process_count=num_processes, pipeline_parallel_size=1)
     config = Thing(additional_config={"scope": {}}, parallel_config=parallel)
-    engine = Thing(vllm_config=config, output_processor=Thing(), engine_core=Cores())
+    engine = Thing(
+        vllm_config=config, output_processor=Thing(request_states={}), engine_core=Cores()
+    )
     known = SimpleNamespace(sites=SITES, generation=inbox().generation, reason="of this test")
     connections.put(engine.output_processor, known)
     return engine
@@ -187,6 +192,11 @@ class _Address(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers["Content-Length"]))
         status = self.server.statuses.get()
         self.send_response(status)
+        self.send_header("Location", "/other")
+        self.end_headers()
+
+    def do_GET(self):
+        self.send_response(200)
         self.end_headers()
 
     def log_message(self, *args):
@@ -260,6 +270,15 @@ def test_a_webhook_tells_what_became_of_each_verdict(monkeypatch, address):
     for status in (200, 500, 200):
         address.statuses.put(status)
     until(sent=2, failed=1, dropped=2, waiting=0)
+
+
+@pytest.mark.parametrize("status", [301, 303, 307])
+def test_a_verdict_for_a_webhook_that_redirects_has_failed(status, address):
+    hook = webhook.Webhook.parse(f"http://127.0.0.1:{address.server_port}/x", "url")
+    address.statuses.put(status)
+    hook.tell({"position": 0})
+    until(lambda: not hook.outcomes["waiting"], 60)
+    assert hook.outcomes == {"sent": 0, "failed": 1, "dropped": 0, "waiting": 0}
 
 
 @pytest.mark.parametrize("statuses", [(500, 200, 500), (None, None)])
@@ -427,6 +446,64 @@ def test_a_request_without_a_spec_of_its_own_gets_that_of_the_monitors(asynchron
     asked = Spec.from_json(given[0].extra_args["scope"])
     assert [probe.name for probe in asked.probes] == ["monitor/one"]
     assert (given[0].skip_clone, params.extra_args) == (True, None)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_cell_that_was_checked_before_monitors_were_set_enters_without_them(
+    asynchronous, monitored
+):
+    given: list[SamplingParams] = []
+    connections.of(monitored.output_processor).generation = inbox().generation
+    monitors.set_on(monitored, {})
+    alike, plain, edit = Alike.of_engine(monitored), SamplingParams(), Add([1.0] * 4, layer=1)
+    cell = alike.with_edits(alike.checked(0, (edit,), plain, [1, 2]), (edit,))
+    monitors.set_on(monitored, {"one": FLAG})
+    args = monitored, "r", {"type": "token", "prompt_token_ids": [1, 2]}, asking(plain)
+
+    async def add(engine, request_id, prompt, params):
+        given.append(params)
+
+    with entering.prepared_as(cell):
+        if asynchronous:
+            asyncio.run(entering._add_async(add, *args))
+        else:
+            entering._add_sync(lambda engine, name, prompt, params: given.append(params), *args)
+    assert [params.extra_args for params in given] == [{"scope": ""}]
+    assert Alike.of_engine(monitored) is None
+
+
+@pytest.mark.parametrize("names", [["one"], ["one", "two"], []])
+@pytest.mark.parametrize(
+    ("ids", "resumable", "what", "instead"),
+    [
+        (None, False, "prompt embeddings", "send text or token ids."),
+        ([1], True, "streamed input", "send the prompt in one piece."),
+    ],
+    ids=["embeddings", "streamed"],
+)
+def test_a_request_that_cannot_be_tapped_is_refused_with_the_names_of_the_monitors(
+    names, ids, resumable, what, instead, monitored
+):
+    monitors.set_on(monitored, dict.fromkeys(names, FLAG))
+    given = SamplingParams(extra_args=None if names else scope(Read("embed")))
+    applied = translators.applying(given, monitored.vllm_config)
+    params = translators.translated(given, applied, SITES, {})
+    request = Thing(sampling_params=params, prompt_token_ids=ids, resumable=resumable)
+    with pytest.raises(SpecError) as refused:
+        prepare(connections.of(monitored.output_processor), request)
+    called = f"monitor{'s' * (len(names) - 1)} {', '.join(map(repr, names))}"
+    why = f", and this engine taps every request for its {called}" if names else ""
+    assert str(refused.value) == f"{what} cannot be tapped{why}; {instead}"
+
+
+@pytest.mark.parametrize("given", [{"reads": []}, ["reads"], 5], ids=["dict", "list", "number"])
+def test_a_spec_that_is_no_text_is_refused_with_a_sentence_beside_monitors(given, monitored):
+    params = SamplingParams(extra_args={"scope": given})
+    applied = translators.applying(params, monitored.vllm_config)
+    with pytest.raises(
+        SpecError, match=r"extra_args\['scope'\] is a \w+; it must be a JSON string"
+    ):
+        translators.translated(params, applied, SITES, {})
 
 
 def test_a_monitor_that_lacks_its_weight_is_told_that_alone():

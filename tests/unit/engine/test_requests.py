@@ -160,12 +160,13 @@ def test_a_prepared_request_is_not_used_for_another_prompt():
 
 
 def test_a_request_that_is_cancelled_while_it_is_added_is_aborted():
-    """vLLM's generate aborts what it has added, not what it is adding."""
+    """vLLM's generate aborts what it has added, not what it is adding. Other requests with the same
+    caller's id run on."""
     aborted = []
 
     class Leaves(Engine):
-        async def abort(self, names):
-            aborted.extend([names] if isinstance(names, str) else names)
+        async def abort(self, names, internal=False):
+            aborted.append((names, internal))
 
     async def cancelled():
         begun = asyncio.Event()
@@ -186,7 +187,28 @@ def test_a_request_that_is_cancelled_while_it_is_added_is_aborted():
             await task
 
     asyncio.run(cancelled())
-    assert aborted == ["one"]
+    assert aborted == [(["one-made"], True)]
+
+
+@pytest.mark.parametrize("added", [[], ["one-b"], ["0_one-b", "1_one-b"]])
+def test_a_refused_request_ends_no_other_with_the_same_callers_id(added):
+    """A request is refused before it is added, or by an EngineCore in the same process."""
+    aborted = []
+
+    class Refuses(Sync):
+        def add_request(self, request_id, prompt, params):
+            for name in added:
+                self.output_processor.request_states[name] = State()
+            raise SpecError("no.")
+
+        def abort_request(self, names, internal=False):
+            aborted.append((names, internal))
+
+    engine = Refuses()
+    engine.output_processor.request_states["one-a"] = State()
+    with pytest.raises(SpecError, match="no"):
+        frontend._add_sync(Refuses.add_request, engine, "one", "a prompt", SamplingParams())
+    assert aborted == ([(added, True)] if added else [])
 
 
 def _named(name: str) -> SamplingParams:

@@ -40,7 +40,8 @@ class Alike:
     @staticmethod
     def of_engine(engine: Engine) -> Alike | None:
         """An Alike for the requests of an engine. None if the engine is not connected or has no
-        taps, or if a translator adds actions (such as monitors) to every request."""
+        taps, or if a translator adds actions (such as monitors) to every request. Actions that a
+        translator adds later do not apply to the requests that the Alike prepares."""
         connection = connections.of(engine.output_processor)
         if connection is None or connection.reason is not None:
             return None

@@ -21,6 +21,7 @@ from vllm_scope.engine.frontend.translators import Uncounted
 from vllm_scope.engine.vllm_types import EngineCoreRequest
 from vllm_scope.errors import SpecError
 from vllm_scope.request.actions import MEMORY
+from vllm_scope.request.actions.probing import MONITOR, is_monitor
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.spec import Spec
 from vllm_scope.results.budget import bytes_of_prompt
@@ -72,12 +73,14 @@ def prepare(connection: Connection | None, request: EngineCoreRequest) -> Prepar
         raise SpecError(NO_TAPS)
     if connection.reason is not None:
         raise SpecError(f"this model cannot be tapped: {connection.reason}.")
-    if request.resumable:
-        raise SpecError("streamed input cannot be tapped; send the prompt in one piece.")
-    if request.prompt_token_ids is None:
-        raise SpecError("prompt embeddings cannot be tapped; send text or token ids.")
     params = request.sampling_params
     spec = Spec.from_json(params.extra_args["scope"])
+    if request.resumable:
+        why = _monitors_in(spec)
+        raise SpecError(f"streamed input cannot be tapped{why}; send the prompt in one piece.")
+    if request.prompt_token_ids is None:
+        why = _monitors_in(spec)
+        raise SpecError(f"prompt embeddings cannot be tapped{why}; send text or token ids.")
     spec = spec.of_engine(connection.saes, connection.lenses)
     asked = connection.resolve(spec)
     prompt_ids = list(request.prompt_token_ids)
@@ -92,6 +95,13 @@ def prepare(connection: Connection | None, request: EngineCoreRequest) -> Prepar
         spec, asked, own, prompt_ids, max_tokens, min(firsts, default=None),
         bytes_of_prompt(own, asked, connection.sites, prompt_ids),
     )  # fmt: skip
+
+
+def _monitors_in(spec: Spec) -> str:
+    """The part of an error text that names the monitors in a spec; empty if there are none."""
+    names = [one.name.removeprefix(MONITOR) for one in spec.probes if is_monitor(one.name)]
+    found = f"monitor{'s' if names[1:] else ''} {', '.join(map(repr, names))}"
+    return f", and this engine taps every request for its {found}" if names else ""
 
 
 def is_small(values: object) -> bool:

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -246,6 +247,12 @@ def _add_to_processor(
     runs.put(state, Running(pending, decorators, state.detokenizer, text))
 
 
+def _applying(engine: Engine, params: SamplingParams) -> translators.Applying:
+    """The translators that apply to a request. If the request is prepared ahead, no translator
+    applies: the sweep or harvest of the request began without monitors."""
+    return () if _ahead.get() is not None else translators.applying(params, engine.vllm_config)
+
+
 def _translated(
     engine: Engine,
     applied: translators.Applying,
@@ -274,7 +281,7 @@ def _add_sync(original: Callable[..., T], self: LLMEngine, *args: object, **kwar
     params = params_of(args, kwargs, 2)
     ahead.send(self, monitors_of(self.vllm_config))
     asked = asks(params)
-    applied = translators.applying(params, self.vllm_config)
+    applied = _applying(self, params)
     if asked or applied:
         if needs_connection(self):
             connect_sync(self)
@@ -284,11 +291,15 @@ def _add_sync(original: Callable[..., T], self: LLMEngine, *args: object, **kwar
             assert connection is not None
             doubts = connection.num_doubts
             connection.learn_modules(self.collective_rpc("scope_modules")[0], doubts)
+    states = self.output_processor.request_states
+    num_before = len(states)
     try:
         return original(self, *args, **kwargs)
     except ScopeError:
         # An EngineCore in this process can refuse a request that the output processor already has.
-        self.abort_request([kwargs["request_id"] if "request_id" in kwargs else args[0]])
+        # Only this request is aborted, because other requests can have the same caller's id.
+        if added := [*islice(states, num_before, None)]:
+            self.abort_request(added, internal=True)
         raise
 
 
@@ -298,7 +309,7 @@ def _add_async(
     ahead.send_soon(self, monitors_of(self.vllm_config))
     given = params_of(args, kwargs, 2)
     asked = asks(given)
-    applied = translators.applying(given, self.vllm_config)
+    applied = _applying(self, given)
     if not asked and not applied:
         return original(self, *args, **kwargs)
 
@@ -350,10 +361,10 @@ async def _add_one_async(
             await original(self, request, prompt, parent_req, *args, **kwargs)
         except asyncio.CancelledError:
             # If the caller is cancelled while vLLM adds the request, vLLM itself does not abort the
-            # request.
+            # request. Only this request is aborted, because other requests can have the same
+            # caller's id.
             # vllm 0.30 to 0.33, v1/engine/async_llm.py, AsyncLLM.generate: `q` is None then
-            name = getattr(request, "external_req_id", None) or request.request_id
-            await self.abort([name])
+            await self.abort([(parent_req or request).request_id], internal=True)
             raise
 
 

@@ -216,9 +216,10 @@ def _joined(text: object, translations: list[Translation]) -> tuple[str, dict[st
     spec has the actions of `text`, then the actions of the translations."""
     added = [action for each in translations for action in each.actions]
     key = (text, *map(id, added))
-    known = None if any(each.paths for each in translations) else _known.get(key)
-    if known is not None:
-        return known[1], known[2]
+    if isinstance(text, str | None) and not any(each.paths for each in translations):
+        known = _known.get(key)
+        if known is not None:
+            return known[1], known[2]
     own = None if text is None else Spec.from_json(text)
     actions: list[Action] = [] if own is None else [*own.actions]
     paths: dict[str, str] = {}
