@@ -316,7 +316,7 @@ def test_more_projections_than_a_worker_holds_fail_their_own_request_and_leave_i
     assert states.count("failed") == 2
     reasons = {output.scope.error for output in outputs if output.scope.error}
     assert len(reasons) == 1
-    assert "at most 8 at a time" in reasons.pop()
+    assert "at most 8 are possible at a time" in reasons.pop()
     (output,) = run(llm, [range(20)], params(scope(*reads(codecs[9]), raw())))
     assert output.scope.status == "complete"
 
