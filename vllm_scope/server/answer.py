@@ -58,8 +58,8 @@ class Answer:
         replies: one Reply for each face whose keys the request has. The caller sets `replies`
             before the first call of `fill` or `chunk`.
         error: the error of the first generation that failed.
-        opened: an event that is set when the engine has accepted all generations of the request, or
-            when a generation has failed.
+        opened: an event that is set when the engine has accepted all generations of the request,
+            when a generation has failed, or when the first chunk of a stream will be sent.
         exchange: the request's Exchange. When the Exchange closes, the answer releases all rows.
     """
 
