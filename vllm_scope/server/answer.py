@@ -190,6 +190,8 @@ class Answer:
             return  # no completion has rows, because the request's faces read no rows
         with self._keeping():
             for choice in response.choices:
+                if not self._native and choice.index not in self._choices:
+                    continue  # the operator ended the monitors before this prompt entered
                 known = self._choices[choice.index]
                 fields: Json = {"scope": await known.whole()} if self._native else known.flags()
                 own, whole = await self._ended(choice.index)

@@ -827,6 +827,17 @@ async def test_a_caller_sees_counts_of_the_own_rows_and_no_tokens_of_an_operator
 
 
 @on_a_loop
+async def test_a_plain_prompt_that_enters_after_the_monitors_ended_is_answered(store):
+    found, made = Answer(None, store, 1 << 20, "owner", 1, False), response(0, 1)
+    for forget in (lambda: None, None):
+        found.add_prompt()
+        found.open_one(forget, True)
+    take(found)  # only the first prompt has results of monitors
+    await found.fill(made)
+    assert [vars(choice) for choice in made.choices] == [{"index": 0}, {"index": 1}]
+
+
+@on_a_loop
 async def test_a_callers_stream_has_the_same(store):
     found = answer(store, streams=True)
     found.add_prompt()
