@@ -58,8 +58,8 @@ class Answer:
         replies: one Reply for each face whose keys the request has. The caller sets `replies`
             before the first call of `fill` or `chunk`.
         error: the error of the first generation that failed.
-        opened: an event that is set when the engine has accepted all generations of the request, or
-            when a generation has failed.
+        opened: an event that is set when the engine has accepted all generations of the request,
+            when a generation has failed, or when the first chunk of a stream will be sent.
         exchange: the request's Exchange. When the Exchange closes, the answer releases all rows.
     """
 
@@ -190,6 +190,8 @@ class Answer:
             return  # no completion has rows, because the request's faces read no rows
         with self._keeping():
             for choice in response.choices:
+                if not self._native and choice.index not in self._choices:
+                    continue  # the operator ended the monitors before this prompt entered
                 known = self._choices[choice.index]
                 fields: Json = {"scope": await known.whole()} if self._native else known.flags()
                 own, whole = await self._ended(choice.index)

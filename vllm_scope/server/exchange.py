@@ -44,6 +44,7 @@ class Exchange(Asker):
             would close. An example of such an object is the generator of a stream whose client left
             while a chunk was sent.
         body: the Body, which decides how the answer's tensors are sent.
+        gone: True if the server has found that the client has left, or has disconnected the client.
     """
 
     operator: bool = False
@@ -51,25 +52,24 @@ class Exchange(Asker):
     untold: list[Callable[[], None]] = field(default_factory=list)
     closing: list[Callable[[], Awaitable[object]]] = field(default_factory=list)
     body: Body = field(default_factory=JsonBody)
-    #: True if the client has left, or was disconnected.
-    _gone: bool = False
+    gone: bool = False
 
     def sender(self, scope: Scope, receive: Receive, send: Send, timeout_s: float) -> Send:
         """ASGI's `send` with a timeout for each piece. After a part of the body was sent, `untold`
         loses the functions for the files that this part has named."""
 
         async def sending(message: Message) -> None:
-            if not (self.timed or self.untold or self._gone):
+            if not (self.timed or self.untold or self.gone):
                 await send(message)
                 return
             telling = len(self.untold) if message["type"] == "http.response.body" else 0
             if telling and await _has_left(receive):
-                self._gone = True
+                self.gone = True
             for piece in self._pieces(message) if self.timed else (message,):
-                if self._gone:
+                if self.gone:
                     return  # like uvicorn, drop data for a client that has left
                 await self._send(scope, send, piece, timeout_s if self.timed else None)
-            if not self._gone:
+            if not self.gone:
                 del self.untold[:telling]
 
         return sending
@@ -83,7 +83,7 @@ class Exchange(Asker):
             async with asyncio.timeout(most_s):
                 await send(piece)
         except TimeoutError:
-            self._gone = True
+            self.gone = True
             if not _hang_up(scope):
                 raise
 

@@ -33,6 +33,7 @@ from starlette.responses import StreamingResponse
 from torch import Tensor
 
 from vllm_scope.files.tensors import write_tensors
+from vllm_scope.server.exchange import running
 from vllm_scope.server.held_folder import HeldFolder
 from vllm_scope.server.room import LEAST_BYTES, Room
 
@@ -188,14 +189,16 @@ class Store:
         file's end.
 
         Args:
-            delete: True to delete the file after all bytes were sent.
+            delete: True to delete the file after all bytes were sent. If the server disconnects the
+                client, the file stays.
         """
+        exchange = running(owner)
 
         def pieces() -> Iterator[bytes]:
             with file:
                 while piece := file.read(_PIECE_BYTES):
                     yield piece
-            if delete:
+            if delete and not exchange.gone:
                 self.delete(name, owner)
 
         size = os.fstat(file.fileno()).st_size - file.tell()

@@ -153,6 +153,10 @@ CASES = {
         hooks("steering_clamps", [{"vector": V, "max": 1}, {"vector": V}]),
         "steering_clamps['post_block']['0'][1] has no bound;",
     ),
+    "fork-a-clamp-without-a-vector": (
+        hooks("steering_clamps", [{"vector": None, "max": 1}]),
+        "steering_clamps['post_block']['0'][0] is {'max': 1, 'vector': None}; a clamp is {vector,",
+    ),
     "fork-a-clamp-without-a-tap": (
         hooks("steering_vectors", V)
         | hooks("steering_clamps", [{"vector": V, "max": 1}, {"vector": V, "max": 1}], layer="2"),

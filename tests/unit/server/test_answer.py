@@ -15,6 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 from vllm import SamplingParams
+from vllm.utils.async_utils import merge_async_iterators
 
 from tests.unit.roads import SITES
 from vllm_scope import Features, Moments, Probe, Read, Spec, SpecError, scope
@@ -530,6 +531,80 @@ async def test_a_stream_waits_for_the_first_token_where_the_engine_may_still_ref
         await http._stream(found, chunks())
 
 
+def streamed(found, *generations):
+    """The chunks of a stream, as vLLM makes them. The engine can refuse each generation until the
+    generation's first token."""
+    processor = Processor()
+    connections.put(processor, SimpleNamespace(limits=SimpleNamespace(optimistic=True)))
+    engine = SimpleNamespace(output_processor=processor)
+    followed = [http._followed(found, found.add_prompt(), engine, one) for one in generations]
+    found.open_one(lambda: None, False)
+
+    async def chunks():
+        try:
+            async for prompt, output in merge_async_iterators(*followed):
+                yield text_of(prompt, output.outputs[0].finish_reason)
+        except Exception as error:
+            yield f"data: {json.dumps({'error': {'message': str(error)}})}\n\n"
+        yield "data: [DONE]\n\n"
+
+    return http._stream(found, chunks())
+
+
+async def generated(*steps):
+    """The outputs of a generation. An event among the steps is awaited, and an error is raised."""
+    for step in steps:
+        if isinstance(step, Exception):
+            raise step
+        if isinstance(step, asyncio.Event):
+            await step.wait()
+        else:
+            yield SimpleNamespace(outputs=[completion(0, step, None, "streaming")])
+
+
+@on_a_loop
+async def test_a_stream_that_fails_after_its_first_chunk_sends_the_error(store):
+    found = answer(store, streams=True)
+    made = await streamed(found, generated(5, refusal()("the edit makes a row that is NaN.")))
+    first, error, done = [text async for text in made]
+    assert '"scope"' in first
+    assert json.loads(error.removeprefix("data: ")) == {
+        "error": {"message": "the edit makes a row that is NaN."}
+    }
+    assert done == "data: [DONE]\n\n"
+
+
+@on_a_loop
+async def test_a_prompt_that_is_refused_after_the_first_chunk_of_another_ends_the_stream(store):
+    found, late, never = answer(store, streams=True), asyncio.Event(), asyncio.Event()
+    made = await streamed(found, generated(5, never), generated(late, busy("no room.")))
+    assert '"scope"' in await anext(made)
+    late.set()
+    error, _ = [text async for text in made]
+    assert json.loads(error.removeprefix("data: ")) == {
+        "error": {"message": "prompt[1]: no room."}
+    }
+
+
+@on_a_loop
+async def test_a_prompt_that_is_refused_with_the_first_chunk_of_another_refuses_the_stream(store):
+    found, closed, never = answer(store, streams=True), [], asyncio.Event()
+
+    async def begun():
+        try:
+            async for output in generated(5, never):
+                yield output
+        finally:
+            closed.append(True)
+
+    with pytest.raises(CapacityError, match=r"^prompt\[1\]: no room\.$") as raised:
+        await streamed(found, begun(), generated(busy("no room.")))
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert closed, "the other prompt would generate until its end"
+    assert raised.value is found.error
+
+
 class Owner(SimpleNamespace):
     """An object of vLLM, for which this package stores data."""
 
@@ -749,6 +824,17 @@ async def test_a_caller_sees_counts_of_the_own_rows_and_no_tokens_of_an_operator
         content = file.read()
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     assert json.loads(header["__metadata__"]["scope"])["expected"] == 8
+
+
+@on_a_loop
+async def test_a_plain_prompt_that_enters_after_the_monitors_ended_is_answered(store):
+    found, made = Answer(None, store, 1 << 20, "owner", 1, False), response(0, 1)
+    for forget in (lambda: None, None):
+        found.add_prompt()
+        found.open_one(forget, True)
+    take(found)  # only the first prompt has results of monitors
+    await found.fill(made)
+    assert [vars(choice) for choice in made.choices] == [{"index": 0}, {"index": 1}]
 
 
 @on_a_loop

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 import httpx
 import pytest
+import torch
 import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import Response, StreamingResponse
@@ -19,7 +20,7 @@ from vllm_scope.results.budget import asking
 from vllm_scope.server.exchange import Exchange
 from vllm_scope.server.limits import Door
 from vllm_scope.server.settings import ServerSettings
-from vllm_scope.server.store import owner_of
+from vllm_scope.server.store import Store, owner_of
 
 TIMEOUT_S = 1.0
 PATIENCE_S = 20.0
@@ -46,6 +47,7 @@ class Host:
         self.app.add_middleware(Door, limits={}, settings=settings, timed=["/v1/scope"])
         self.app.get("/stream")(self.stream)
         self.app.get("/v1/scope/whole")(self.whole)
+        self.app.get("/v1/scope/file")(self.file)
 
     async def stream(self, ours: bool, count: int = 10_000):
         asking.get().timed = ours
@@ -69,6 +71,12 @@ class Host:
         while not self.wait.is_set():
             await asyncio.sleep(0.01)
         return Response(b"x" * size)
+
+    async def file(self, name: str):
+        """The file of that name in `store`, which is deleted once it was sent."""
+        exchange = asking.get()
+        self.exchanges.append(exchange)
+        return self.store.sent(self.store.open(name, exchange.owner), name, exchange.owner, True)
 
 
 @contextmanager
@@ -156,6 +164,22 @@ def test_a_whole_answer_that_nobody_reads_ends_too(host):
     with asked(host, f"/v1/scope/whole?size={32 << 20}"):
         until(lambda: connections(host), PATIENCE_S)
         until(lambda: not connections(host), PATIENCE_S)
+
+
+def test_a_file_stays_until_its_client_has_received_it(host, tmp_path):
+    host.store = Store(tmp_path, "run", 1 << 24, 600.0)
+    # The store reads the file in three pieces, and the client stalls in the last piece.
+    kept = host.store.put({"x": torch.zeros(760_000)}, {}, owner_of(None))
+    path = f"/v1/scope/file?name={kept.id}"
+    with asked(host, path):
+        until(lambda: host.exchanges, PATIENCE_S)
+        until(lambda: not connections(host), PATIENCE_S)
+        time.sleep(0.2)
+        assert len(host.store) == 1
+    answer = httpx.get(f"http://127.0.0.1:{host.port}{path}")
+    assert len(answer.content) == kept.num_bytes
+    until(lambda: not len(host.store), PATIENCE_S)
+    host.store.close()
 
 
 def test_a_plain_stream_is_left_as_it_is(host):

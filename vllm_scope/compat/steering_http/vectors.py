@@ -195,7 +195,7 @@ def _unpacked(body: Mapping[object, object], place: str) -> Iterator[tuple[int, 
 
 def _fields(entry: object, where: str) -> dict[str, object]:
     allowed = {"vector", "strength", *_BOUNDS}
-    if not isinstance(entry, Mapping) or "vector" not in entry or not set(entry) <= allowed:
+    if not isinstance(entry, Mapping) or entry.get("vector") is None or not set(entry) <= allowed:
         raise SpecError(
             f"{where} is {shown(entry)}; a clamp is {{vector, min, max, strength}}, or value in "
             "place of min and max."

@@ -168,8 +168,11 @@ async def _stream(answer: Answer, chunks: AsyncGenerator[str, None]) -> AsyncGen
     finally:
         opened.cancel()
     if answer.error is not None:
-        first.cancel()
+        if not first.cancel():  # another prompt already has its first chunk
+            await chunks.aclose()
         raise answer.error
+    # From now on, an error must reach vLLM's generator of chunks, which sends the error as an event.
+    answer.opened.set()
     made = _chunks(answer, chunks, first)
 
     async def end() -> None:
