@@ -21,6 +21,7 @@ import msgspec
 
 from vllm_scope.client import parsing
 from vllm_scope.client.answers import Choice, Chunk, Completion, ScopeData
+from vllm_scope.client.bodies import ResultBody
 from vllm_scope.client.frames import Frame
 from vllm_scope.client.messages import Call, Json, Response, decoded, event_body
 from vllm_scope.client.parsing import T, converted
@@ -302,8 +303,9 @@ class Calls(Generic[StreamT]):
             found, told = None, choice.scope or {}
             if choice.scope is not None:
                 file = None
-                if isinstance(result := told.get("result"), dict):
-                    file = (yield _result_call(str(result["id"]), True)).checked().content
+                if (result := told.get("result")) is not None:
+                    result_id = converted(result, ResultBody, "scope").id
+                    file = (yield _result_call(result_id, True)).checked().content
                 of_choice, known = frame.of_choice(choice.index), read.setdefault(choice.index, {})
                 found = parsing.parse_scope(told, file, of_choice, known)
             said = choice.message or choice.delta

@@ -35,6 +35,7 @@ from vllm_scope.client.bodies import (
     RowsBody,
     ScopeBody,
     ScoresBody,
+    Span,
     TokenBody,
 )
 from vllm_scope.client.features import NamedFeatures, SparseFeatures, sparse_features
@@ -119,12 +120,14 @@ class _Elsewhere(NamedTuple):
 
 
 def _rows(one: RowsBody, at: _Elsewhere) -> Rows | None:
-    stream, positions = (one.site, one.layer, one.when), _positions(one.spans)
+    stream = (one.site, one.layer, one.when)
     if one.tensor is not None:
         return _named(at.beside.rows, stream, one.tensor)
     if one.data is not None:
-        return Rows(positions, _array(one.data, one.dtype, one.shape), one.dtype)
-    return at.filed.rows[stream].at(positions) if stream in at.filed.rows else None
+        rows = _array(one.data, one.dtype, one.shape)
+        return Rows(_positions(one.spans, rows.shape), rows, one.dtype)
+    filed = at.filed.rows.get(stream)
+    return None if filed is None else filed.at(_among(one.spans, filed.positions))
 
 
 def _take_scores(
@@ -134,42 +137,47 @@ def _take_scores(
     scores: dict[str, Scored],
     aggregates: dict[str, Scored],
 ) -> None:
-    positions = _positions(one.spans)
     if one.values is not None:
-        scores[name] = positions, _numbers(one.values)
+        scores[name] = _scored(one, one.values)
         if one.aggregates is not None:
-            aggregates[name] = positions, _numbers(one.aggregates)
+            aggregates[name] = _scored(one, one.aggregates)
         return
     for known, found in ((filed.scores, scores), (filed.aggregates, aggregates)):
         if name in known:
-            found[name] = known.at(name, positions)
+            found[name] = known.at(name, _among(one.spans, known.positions(name)))
+
+
+def _scored(one: ScoresBody, values: Sequence[float | None]) -> Scored:
+    numbers = _numbers(values)
+    return _positions(one.spans, numbers.shape), numbers
 
 
 def _features(
     name: str, one: FeaturesBody, at: _Elsewhere, read: MutableMapping[str, ReadFeatures]
 ) -> SparseFeatures | None:
-    tokens = _positions(one.spans)
     known = read.setdefault(name, ReadFeatures(one.num_features, one.asked))
     if one.tensor is not None:
         found = _named(at.beside.features, name, one.tensor)
     elif one.indices is not None and one.values is not None:
+        tokens = _positions(one.spans, (len(one.indices),))
         found = sparse_features(tokens, one.indices, one.values)
     elif name in at.filed.features:
-        found = at.filed.features[name].at(tokens)
+        filed = at.filed.features[name]
+        found = filed.at(_among(one.spans, filed.tokens))
     else:
         return None
     return replace(found, num_features=known.num_features, asked=known.asked)
 
 
 def _lens(one: LensBody, at: _Elsewhere) -> TopTokens | None:
-    positions = _positions(one.spans)
     if one.tensor is not None:
         return _named(at.beside.lens.get(one.name, {}), one.layer, one.tensor)
     if one.token_ids is not None and one.log_probs is not None:
         ids, log_probs = _table(one.token_ids), _table(one.log_probs)
+        positions = _positions(one.spans, ids.shape)
         return TopTokens(positions, ids.astype(np.int64), log_probs.astype(np.float32))
-    filed = at.filed.lens.get(one.name, {})
-    return filed[one.layer].at(positions) if one.layer in filed else None
+    filed = at.filed.lens.get(one.name, {}).get(one.layer)
+    return None if filed is None else filed.at(_among(one.spans, filed.positions))
 
 
 def _there(found: Mapping[K, V | None]) -> dict[K, V]:
@@ -242,6 +250,8 @@ def _parse_tensors(
         if name.startswith("features."):
             coo = (_beside(arrays, name, part) for part in ("positions", "indices", "tokens"))
             at, indices, tokens = (one.astype(np.int64, copy=False) for one in coo)
+            _check_lengths(name, arrays[name].shape, at, indices)
+            _check_lengths(name, tokens.shape, tokens)
             values = arrays[name].astype(np.float32, copy=False)
             called = name.removeprefix("features.")
             of = (read or {}).get(called, NOT_KNOWN)
@@ -250,6 +260,7 @@ def _parse_tensors(
             )
             continue
         positions = arrays[f"{name}.positions"].astype(np.int64, copy=False)
+        _check_lengths(name, arrays[name].shape, positions)
         if name.startswith("lens."):
             called, _, number = name.removeprefix("lens.").rpartition(".")
             layer = _layer(number, name)
@@ -261,6 +272,7 @@ def _parse_tensors(
             probe = name.removeprefix("scores.")
             for tensor, into in ((name, scores), (f"aggregates.{probe}", aggregates)):
                 if tensor in arrays:
+                    _check_lengths(tensor, arrays[tensor].shape, positions)
                     into[probe] = (positions, arrays[tensor].astype(np.float32, copy=False))
             continue
         site, _, place = name.partition(".")
@@ -281,6 +293,17 @@ def _beside(arrays: Mapping[str, NDArray[np.generic]], name: str, part: str) -> 
     return found
 
 
+def _check_lengths(name: str, shape: Sequence[int], *beside: NDArray[np.int64]) -> None:
+    """Raises ScopeError if a tensor beside the tensor `name` does not have one number for each item
+    of the tensor `name`, which has the given shape."""
+    for one in beside:
+        if one.ndim != 1 or one.shape != tuple(shape[:1]):
+            raise ScopeError(
+                f"the server's tensor {shown(name)} has the shape {list(shape)}, and a tensor "
+                f"beside it has the shape {list(one.shape)}; it must have one number for each item."
+            )
+
+
 def _layer(text: str, name: str) -> int:
     """The number of the layer in the name of a tensor."""
     if not text.isdecimal():
@@ -291,7 +314,17 @@ def _layer(text: str, name: str) -> int:
 
 
 def _table(values: Sequence[Sequence[float | None]]) -> NDArray[np.float64]:
-    """The values as an array [n, k]; None becomes NaN."""
+    """The values as an array [n, k]; None becomes NaN.
+
+    Raises:
+        ScopeError: the items of `values` have different lengths.
+    """
+    lengths = {len(some) for some in values}
+    if len(lengths) > 1:
+        raise ScopeError(
+            f"the server sent tokens of a lens with {shown(sorted(lengths))} items at different "
+            "positions; each position must have the same number of items."
+        )
     return np.array(values, np.float64).reshape(len(values), -1 if values else 0)
 
 
@@ -300,9 +333,38 @@ def _numbers(values: Sequence[float | None]) -> NDArray[np.float32]:
     return np.array(values, np.float32)
 
 
-def _positions(spans: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+def _positions(spans: Sequence[Span], shape: Sequence[int]) -> NDArray[np.int64]:
+    """The positions in the spans, for values of the given shape.
+
+    Raises:
+        ScopeError: the spans are not ascending, or the values are not those of as many positions.
+    """
+    ends = _ends(spans)
+    num_positions = int((ends[1::2] - ends[::2]).sum())
+    if tuple(shape[:1]) != (num_positions,):
+        raise ScopeError(
+            f"the server sent values of shape {list(shape)} for {num_positions} positions; each "
+            "position must have one item of the values."
+        )
     parts = [np.arange(first, last, dtype=np.int64) for first, last in spans]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def _among(spans: Sequence[Span], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Those of the positions that are in the spans. Raises ScopeError if the spans are not
+    ascending."""
+    # A position is in a span if the number of ends that are not above the position is odd.
+    here: NDArray[np.bool_] = np.searchsorted(_ends(spans), positions, side="right") % 2 == 1
+    return positions[here]
+
+
+def _ends(spans: Sequence[Span]) -> NDArray[np.int64]:
+    """The start and the end of each span, one after the other. Raises ScopeError if these numbers
+    are not ascending."""
+    ends: NDArray[np.int64] = np.array(spans, np.int64).reshape(-1)
+    if (ends[1:] < ends[:-1]).any():
+        raise ScopeError(f"the server sent the spans {shown(spans)}; spans must be ascending.")
+    return ends
 
 
 def _array(data: bytes, dtype: str, shape: Sequence[int]) -> NDArray[np.generic]:
@@ -310,7 +372,10 @@ def _array(data: bytes, dtype: str, shape: Sequence[int]) -> NDArray[np.generic]
         raise ScopeError(
             f"the rows have the dtype {shown(dtype)}, which this client does not know."
         )
-    bits = np.frombuffer(data, _DTYPES[dtype])
-    if bits.size != math.prod(shape):
-        raise ScopeError(f"the server sent {bits.size} numbers for rows of shape {shape}.")
-    return bits.reshape(shape)
+    try:
+        return np.frombuffer(data, _DTYPES[dtype]).reshape(shape)
+    except ValueError:
+        raise ScopeError(
+            f"the server sent {len(data)} bytes for rows of {dtype} of shape {shown(list(shape))}; "
+            "the bytes must fill this shape."
+        ) from None

@@ -164,7 +164,7 @@ def test_features_are_a_sparse_matrix():
     late = parse_scope({"features": {"f": {"spans": [[4, 5], [9, 10]]}}}, file)
     assert late.features["f"].tokens.tolist() == [4, 9]
     assert late.features["f"].indices.tolist() == [2]
-    with pytest.raises(ScopeError, match="features of 3 positions where 4 are expected"):
+    with pytest.raises(ScopeError, match=r"values of shape \[3\] for 4 positions"):
         parse_scope({"features": {"f": told | {"spans": [[3, 7]]}}}, None)
 
 
@@ -228,6 +228,21 @@ def test_a_file_of_another_form_is_refused(names, words):
         parse_file(safetensors.torch.save(dict.fromkeys(names, none)))
 
 
+@pytest.mark.parametrize(
+    "name", ["resid_post.5", "scores.p", "features.f", "features.f.indices", "aggregates.p"]
+)
+def test_a_file_whose_tensors_do_not_fit_their_positions_is_refused(name):
+    at, two = torch.arange(2), torch.zeros(2)
+    tensors = {"resid_post.5": torch.zeros(2, 4), "scores.p": two, "features.f": two}
+    tensors |= {f"{one}.positions": at for one in tensors}
+    tensors |= {"aggregates.p": two, "features.f.indices": at, "features.f.tokens": at}
+    tensors = {each: one.clone() for each, one in tensors.items()}
+    parse_file(safetensors.torch.save(tensors))
+    for wrong in (tensors[name][:1].clone(), tensors[name].reshape(1, -1)):
+        with pytest.raises(ScopeError, match=r"server's tensor '.*' has the shape \["):
+            parse_file(safetensors.torch.save(tensors | {name: wrong}))
+
+
 def test_tokens_of_a_lens_are_by_layer():
     told = {"name": "n.m", "layer": 3, "spans": [[3, 5]], "token_ids": [[7, 2], [2, 0]]}
     told["log_probs"] = [[-0.5, -1], [-0.25, None]]
@@ -248,7 +263,7 @@ def test_tokens_of_a_lens_are_by_layer():
     assert late.lens["n.m"][3].token_ids.tolist() == [[2, 0]]
     empty = told | {"spans": [], "token_ids": [], "log_probs": []}
     assert len(parse_scope({"lens": [empty]}, None).lens["n.m"][3].positions) == 0
-    with pytest.raises(ScopeError, match=r"tokens of shape \(2, 2\) .* for 1 positions"):
+    with pytest.raises(ScopeError, match=r"values of shape \[2, 2\] for 1 positions"):
         parse_scope({"lens": [told | {"spans": [[3, 4]]}]}, None)
 
 
@@ -762,10 +777,56 @@ def test_an_address_that_is_no_url_is_refused(kind):
 
 
 def test_rows_that_do_not_fit_their_shape_are_refused():
-    with pytest.raises(ScopeError, match="12 numbers for rows of shape"):
+    with pytest.raises(ScopeError, match=r"48 bytes for rows of float32 of shape \[3, 5\]"):
         parse_scope({"rows": [entry(ROWS, shape=[3, 5])]}, None)
     with pytest.raises(ScopeError, match="does not know"):
         parse_scope({"rows": [entry(ROWS, dtype="int4")]}, None)
+
+
+SPANS = "server's scope has an unknown form"
+TABLE = {"spans": [[0, 2]], "token_ids": [[1, 2], [3, 4]], "log_probs": [[0, -1], [-1, -2]]}
+LENS = {"name": "l", "layer": 1} | TABLE
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"rows": [entry(ROWS, spans=[[0, 4]])]}, r"of shape \[3, 4\] for 4 positions"),
+        ({"rows": [entry(ROWS, spans=[[0, 2**40]])]}, "for 1099511627776 positions"),
+        ({"rows": [entry(ROWS, spans=[[0, 2**70]])]}, SPANS),
+        ({"rows": [entry(ROWS, spans=[[-3, 0]])]}, SPANS),
+        ({"rows": [entry(ROWS, spans=[[0, 4], [4, 3]])]}, "spans must be ascending"),
+        ({"rows": [entry(ROWS, spans=[[0, 2], [1, 2]])]}, "spans must be ascending"),
+        ({"rows": [entry(ROWS, shape=[])]}, "48 bytes for rows of float32"),
+        ({"rows": [entry(ROWS[:1, :1], shape=[], spans=[])]}, "for 0 positions"),
+        ({"rows": [entry(ROWS, shape=[-3, -4])]}, SPANS),
+        ({"rows": [entry(ROWS, data="AAAA")]}, "3 bytes for rows"),
+        ({"scores": {"p": {"spans": [[0, 2**40]], "values": [1.0]}}}, "for 1099511627776"),
+        ({"scores": {"p": {"spans": [[0, 1]], "values": [1.0], "aggregates": []}}}, r"\[0\] for 1"),
+        ({"features": {"f": {"spans": [[0, 2**40]], "indices": [[1]], "values": [[1]]}}}, "for 10"),
+        ({"features": {"f": {"spans": [[0, 1]], "indices": [[2**70]], "values": [[1]]}}}, SPANS),
+        ({"lens": [LENS | {"spans": [[0, 2**40]]}]}, "for 1099511627776 positions"),
+        ({"lens": [LENS | {"token_ids": [[1], [2, 3]]}]}, r"a lens with \[1, 2\] items"),
+        ({"lens": [LENS | {"token_ids": [[1, 2], [2**70, 3]]}]}, SPANS),
+        ({"result": {}}, SPANS),
+    ],
+)  # fmt: skip
+def test_values_that_do_not_fit_their_positions_are_refused(body, words):
+    answer = {"choices": [choice(COUNTS | body)]}
+    with pytest.raises(ScopeError, match=words):
+        Server(completions=answer).client().complete("x")
+
+
+def test_spans_of_values_in_a_file_select_from_the_positions_of_the_file():
+    """The client allocates nothing for the other positions of a span."""
+    at = torch.tensor([1, 5, 9])
+    file = safetensors.torch.save({"resid_post.5": ROWS, "resid_post.5.positions": at})
+    told = {name: value for name, value in entry(ROWS).items() if name != "data"}
+    for spans, found in (
+        ([[0, 2**62]], [1, 5, 9]), ([[1, 5], [5, 6]], [1, 5]), ([[2, 5], [9, 10]], [9]), ([], []),
+    ):  # fmt: skip
+        data = parse_scope({"rows": [told | {"spans": spans}]}, file)
+        assert data.positions("resid_post", 5).tolist() == found
 
 
 def test_the_client_loads_neither_torch_nor_vllm():
@@ -878,3 +939,10 @@ def test_a_damaged_binary_answer_is_an_error(content, words):
     server = Server(completions=binary_response(content))
     with pytest.raises(ScopeError, match=words):
         server.client().complete("x", Read("resid_post", layers=[5]))
+
+
+def test_a_stream_whose_header_is_no_text_is_an_error():
+    damaged = binary({"choices": []}).replace(b'"answer"', b'"answe\xb2"')
+    server = Server(completions=binary_response(damaged))
+    with pytest.raises(ScopeError, match="the server's stream is damaged"):
+        list(server.client().stream("x", Read("resid_post", layers=[5])))

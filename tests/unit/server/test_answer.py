@@ -581,9 +581,7 @@ async def test_a_prompt_that_is_refused_after_the_first_chunk_of_another_ends_th
     assert '"scope"' in await anext(made)
     late.set()
     error, _ = [text async for text in made]
-    assert json.loads(error.removeprefix("data: ")) == {
-        "error": {"message": "prompt[1]: no room."}
-    }
+    assert json.loads(error.removeprefix("data: ")) == {"error": {"message": "prompt[1]: no room."}}
 
 
 @on_a_loop

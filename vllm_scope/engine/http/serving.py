@@ -171,7 +171,7 @@ async def _stream(answer: Answer, chunks: AsyncGenerator[str, None]) -> AsyncGen
         if not first.cancel():  # another prompt already has its first chunk
             await chunks.aclose()
         raise answer.error
-    # From now on, an error must reach vLLM's generator of chunks, which sends the error as an event.
+    # From now on an error must reach vLLM's generator of chunks, which sends the error as an event.
     answer.opened.set()
     made = _chunks(answer, chunks, first)
 
