@@ -506,14 +506,19 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "silent"])
-def test_a_front_end_that_died_does_not_hold_a_worker(how, ring, impatient, monkeypatch):
+def _connected(ring, monkeypatch):
+    """A front-end in a process of its own, and a sender that has its answer."""
     child = subprocess.Popen([sys.executable, "-c", FRONT_END], stdout=subprocess.PIPE)
     address = msgspec.json.decode(child.stdout.readline(), type=TcpAddress)
     with monkeypatch.context() as patient:  # the process may be slow to answer
         patient.setattr(tcp, "DIAL_S", 30.0)
         patient.setattr(tcp, "ANSWER_S", 30.0)
-        sender = TcpSender(address, ring)
+        return child, TcpSender(address, ring)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "silent"])
+def test_a_front_end_that_died_does_not_hold_a_worker(how, ring, impatient, monkeypatch):
+    child, sender = _connected(ring, monkeypatch)
     for value in range(8):
         _send(sender, ring, float(value))
     child.send_signal(how)
@@ -540,12 +545,7 @@ def test_each_dial_waits_for_an_answer_and_no_pause_follows_the_last_dial(
             waits.append((started, time.monotonic()))
 
     monkeypatch.setattr(TcpSender, "_serve", timed)
-    child = subprocess.Popen([sys.executable, "-c", FRONT_END], stdout=subprocess.PIPE)
-    address = msgspec.json.decode(child.stdout.readline(), type=TcpAddress)
-    with monkeypatch.context() as patient:  # the process may be slow to answer
-        patient.setattr(tcp, "DIAL_S", 30.0)
-        patient.setattr(tcp, "ANSWER_S", 30.0)
-        sender = TcpSender(address, ring)
+    child, sender = _connected(ring, monkeypatch)
     monkeypatch.setattr(tcp, "DIAL_S", 0.5)
     child.kill()
     child.wait()
