@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import quote
 
@@ -44,7 +43,7 @@ class GenerateOutput:
         activations: the first choice's activations, or None if nothing was captured.
             "residual_stream" is a torch tensor [n_layers, n_positions, hidden]. With `capture_qk`,
             the activations also have attn_q, attn_k, qk_layers and qk_meta, for
-            `attention_patterns`. If there are several choices, the activations of choice i are
+            `attention_patterns`. The activations of a later choice i (from 1) are
             `decode_activations(out.raw["choices"][i], fetch_bytes=client.fetch_bytes)`.
         hook_results: None, because a server runs no hooks.
         logprobs: the first choice's log-probabilities, as in the server's JSON.
@@ -112,8 +111,7 @@ class VLLMLensClient:
             capture_layers: layers of the residual stream to capture, or True for all layers.
             capture_qk: layers of queries and keys to capture, or True for all layers.
             activations_transport: with "binary", the server keeps tensors as files, and this
-                method fetches the files. If there are several choices, the server keeps the files
-                of the first choice until they are fetched from `out.raw`, or until they expire.
+                method fetches the files.
             fields: other fields of the request, such as n, stop and vllm_xargs.
 
         Raises:
@@ -163,17 +161,12 @@ class VLLMLensClient:
         if raw.get("activations"):
             from vllm_scope.compat.vllm_lens.wire import decode_activations
 
-            # If there are several choices, choice 0 has the handles of the answer.
-            alone = len(raw["choices"]) == 1
-            fetch = partial(self.fetch_bytes, delete=alone)
-            found = decode_activations(raw, fetch_bytes=fetch)
+            found = decode_activations(raw, fetch_bytes=self.fetch_bytes)
         return GenerateOutput(text, found, None, choice.get("logprobs"), raw)
 
-    def fetch_bytes(self, handle: str, delete: bool = True) -> bytes:
-        """Fetch the bytes of a handle's tensor. If `delete` is True, the server then deletes the
-        bytes."""
-        path = f"/v1/activations/{quote(handle, safe='')}"
-        return self._request("GET", path + ("?delete=true" if delete else ""))
+    def fetch_bytes(self, handle: str) -> bytes:
+        """Fetch the bytes of a handle's tensor. The server then deletes the bytes."""
+        return self._request("GET", f"/v1/activations/{quote(handle, safe='')}?delete=true")
 
     def _request(self, method: str, path: str, body: object = None) -> bytes:
         response = self._http.request(method, f"{self.base_url}{path}", json=body)
