@@ -52,6 +52,6 @@ class Room:
             raise CapacityError(
                 f"results of {own:,} bytes of this key wait to be fetched, and one more takes "
                 f"{num_bytes:,} bytes; the results of a key may take at most three times the bytes "
-                f"that are free, of {self.most_bytes:,} in all. Fetch results with ?delete=true, or "
-                "try again later."
+                f"that are free, of {self.most_bytes:,} in all. Fetch results with ?delete=true, "
+                "or try again later."
             )
