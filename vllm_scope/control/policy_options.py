@@ -23,7 +23,7 @@ from vllm_scope.control.policy import PolicyPlugin
 from vllm_scope.errors import ConfigError, SpecError, shown
 from vllm_scope.request.actions import MAX_NAME, Policy
 from vllm_scope.request.options import Number
-from vllm_scope.sinks.options import installed, take_options
+from vllm_scope.sinks.options import installed, not_taken, take_options
 from vllm_scope.sinks.reports import plain
 
 logger = logging.getLogger("vllm.vllm_scope")
@@ -75,12 +75,7 @@ class PolicyConfig:
         try:
             plugin = made(**self.own)
         except Exception as error:
-            # The text of this error goes into the log. The text has no values of options, because
-            # values can be secrets.
-            raise ConfigError(
-                f"the options of policy {self.name!r}, {', '.join(sorted(self.own)) or 'none'}, "
-                f"are not taken ({type(error).__name__}: {error})."
-            ) from None
+            raise not_taken(f"policy {self.name!r}", self.own, error) from None
         for method in ("check", "start"):
             if not callable(getattr(plugin, method, None)):
                 raise ConfigError(

@@ -131,14 +131,7 @@ class SinkConfig:
             try:
                 sink: Sink = made(**self.own)
             except Exception as error:
-                # The text of this error is logged, and values of options may be secrets. Therefore
-                # this code names only the options.
-                names = ", ".join(sorted(map(str, self.own))) or "none"
-                # The text is cut after the values are hidden, because a cut value is not found.
-                text = plain(_without_values(failure(error, MOST_LOGGED), self.own))
-                raise ConfigError(
-                    f"the options of sink {self.name!r}, {names}, are not taken ({text})."
-                ) from None
+                raise not_taken(f"sink {self.name!r}", self.own, error) from None
             return sink
 
         return make
@@ -200,6 +193,21 @@ def _without_urls(body: object) -> object:
         return key == "url" or (isinstance(value, str) and "://" in value)
 
     return {key: HIDDEN if is_url(key, value) else value for key, value in body.items()}
+
+
+def not_taken(plugin: str, own: Mapping[str, object], error: Exception) -> ConfigError:
+    """The ConfigError for a plugin's constructor that has raised an error.
+
+    Args:
+        plugin: the kind and the name of the plugin.
+        own: the plugin's own options.
+    """
+    # The text of this error is logged, and values of options may be secrets. Therefore this code
+    # names only the options.
+    names = ", ".join(sorted(map(str, own))) or "none"
+    # The text is cut after the values are hidden, because a cut value is not found.
+    text = plain(_without_values(failure(error, MOST_LOGGED), own))
+    return ConfigError(f"the options of {plugin}, {names}, are not taken ({text}).")
 
 
 def _without_values(text: str, value: object) -> str:

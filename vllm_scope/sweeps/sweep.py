@@ -32,7 +32,8 @@ class Sweep:
     """Edits at chosen layers and positions of prompts, and a metric of the effect of each edit.
 
     A cell is the metric after one edit, which is at one layer and one position of one prompt, or as
-    `heads` and `together` say. Each cell has its own request, or several if there are `receivers`.
+    `heads` and `together` say. EngineCore computes each cell as one request, or as several
+    requests if there are `receivers`.
 
     Args:
         source: prompts, rows or a steering module, from which the edits take their vectors.

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from tests.policies import Follow, install
 from vllm_scope import Add, ConfigError, Policy, Probe, Spec, SpecError, scope
 from vllm_scope.config import ScopeConfig
-from vllm_scope.control.policy_options import check_engine, checked
+from vllm_scope.control.policy_options import (
+    PolicyConfig,
+    PolicyOptions,
+    check_engine,
+    checked,
+)
 
 PROBE = Probe([1.0] * 4, layer=0, name="p")
 
@@ -53,6 +59,17 @@ def test_wrong_options_end_the_start(policies, sentence):
 def test_a_plugin_that_does_not_take_its_options_ends_the_start():
     with pytest.raises(ConfigError, match="options of policy 'follow', least, are not taken"):
         configs({"follow": {"least": 1}})["follow"].load()
+
+
+def test_the_error_of_a_plugin_shows_no_value_of_its_options(monkeypatch):
+    def broken(url):
+        raise OSError(f"no answer of {url}")
+
+    plugin = SimpleNamespace(load=lambda: broken)
+    monkeypatch.setattr("vllm_scope.control.policy_options._plugin", lambda name: plugin)
+    sentence = r"options of policy 'follow', url, are not taken \(OSError: no answer of \*\*\*\)"
+    with pytest.raises(ConfigError, match=sentence):
+        PolicyConfig("follow", PolicyOptions(), {"url": "https://u:T0KEN@h/x"}).load()
 
 
 def test_stages_and_drafts_cannot_have_policies():

@@ -58,7 +58,7 @@ class Scope:
     """Records what the steps of a worker call, in order.
 
     Attributes:
-        reads: what `has_requests` returns, and the contrary of what `rests` returns.
+        reads: what `has_requests` returns, and the opposite of what `rests` returns.
     """
 
     resting = False
