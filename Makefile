@@ -44,9 +44,9 @@ test: $(VENV)/.ready
 else
 # Two parts at a time, which are what two cores carry, the longest first; then what measures time,
 # by itself. `make test` leaves out the tests marked long, `make test-all` leaves out nothing.
-MORE := ray openapi notebooks training
+MORE := ray openapi notebooks training images
 PARTS := engine-a engine-b unit $(if $(ALL),ray) server compat interpreter inspect browser \
-	$(if $(ALL),openapi notebooks training)
+	$(if $(ALL),openapi notebooks training images)
 TESTS := $(patsubst %,test-%,engine server compat unit interpreter inspect browser $(MORE))
 SHORT := $(if $(ALL),, and not long)
 # AGAIN: what runs pytest, see .ci/again.
@@ -83,6 +83,8 @@ test-training:
 		tests/compat/test_transformer_lens_patching.py \
 		tests/unit/files/test_file_export.py tests/unit/harvests/test_documents.py \
 		tests/unit/benchmarks/test_causal_maps.py
+test-images: .venv/matrix/.ready
+	PYTHONPATH=.venv/matrix $(PYTEST) tests/engine/test_images.py
 test-ray:
 	PYTHONPATH=$(CURDIR)/.venv/ray $(PYTEST) tests/engine/test_ray.py \
 		tests/engine/test_ray_harvest.py \
@@ -119,7 +121,7 @@ soak: .venv/.ready
 
 # Every architecture of vLLM's registry beside Hugging Face: two hours. It goes on where it stopped.
 # NAMES=GPT2LMHeadModel runs these again. Multimodal models import torchvision, whose build for CUDA
-# lies in a folder of its own (tests/matrix/vision.py).
+# lies in a folder of its own (tests/matrix/vision.py), also for test-images.
 matrix: $(VENV)/.ready $(VENV)/matrix/.ready
 	PYTHONPATH=$(CURDIR)/$(VENV)/matrix $(BIN)/python -m tests.matrix $(NAMES)
 

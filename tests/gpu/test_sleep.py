@@ -1,7 +1,7 @@
 """vLLM's sleep mode frees the device memory of weights and KV blocks while no request runs.
 
-The taps' memory is not in vLLM's pools, so that reads, edits, probes and the lens are the same after
-the engine wakes up."""
+The taps' memory is not in vLLM's pools. Reads, edits, probes and the lens are therefore the same
+after the engine wakes up."""
 
 from __future__ import annotations
 

@@ -44,9 +44,11 @@ For a multimodal architecture only the decoder is compared, with prompts of text
 multimodal architectures import torchvision, which the package index has for CUDA only. The test
 imports torchvision's Python part, and declares torchvision's compiled operators but never calls
 these operators (`tests/matrix/vision.py`). In `tests/engine/test_multimodal.py`, a prompt
-contains a sound, and the test compares the prompt's rows with Hugging Face's. The rows of image
-tokens can be read, but no test shows that these rows are right. `python -m tests.matrix --pending`
-prints the architectures that were not run and are not on this page.
+contains a sound, and the test compares the prompt's rows with Hugging Face's. In
+`tests/engine/test_images.py`, a prompt of Qwen2-VL, Qwen2.5-VL and Qwen3-VL contains two images,
+and the test compares the rows of texts and images with Hugging Face's. No test compares the rows of
+images of other architectures. `python -m tests.matrix --pending` prints the architectures that were
+not run and are not on this page.
 """
 _UNSERVED = """vLLM 0.33.0 was not run, because no CPU build of vLLM 0.33.0 or of PyTorch 2.14 could
 be installed.

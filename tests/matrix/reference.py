@@ -91,6 +91,8 @@ def record(model: Any, num_layers: int, token_ids: list[int], **inputs: Any) -> 
     attention = getattr(module, "eager_attention_forward", None)
 
     def attend(layer: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Any:
+        if getattr(layer, "layer_idx", None) is None:  # of a tower
+            return attention(layer, query, key, value, *args, **kw)
         into = rows.inner[layer.layer_idx]
         for name, one in (("q", query), ("k", key), ("v", value)):
             keep(into, name, one.transpose(1, 2).flatten(2))
