@@ -82,6 +82,12 @@ class SweepEvents(TableReader):
         return self.table
 
 
+class _ModelBody(msgspec.Struct):
+    """One of the server's models."""
+
+    id: str
+
+
 class _ChoiceBody(msgspec.Struct):
     """A choice of an answer or of a chunk, in the format of vLLM and vllm-scope."""
 
@@ -261,7 +267,8 @@ class Calls(Generic[StreamT]):
     ) -> Flow[Call]:
         if self._model is None:
             models = yield from self._listed(Call("GET", "/v1/models"), "data")
-            self._model = str(models[0]["id"])
+            first = models[0] if models else None
+            self._model = converted(first, _ModelBody, "list of models").id
         path, name = "/v1/completions", "prompt"
         if chat:
             path, name = "/v1/chat/completions", "messages"

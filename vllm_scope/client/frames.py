@@ -130,6 +130,6 @@ def _length(data: bytes) -> int:
         header = msgspec.json.decode(data[8 : 8 + size], type=dict[str, msgspec.Raw])
         entries = (msgspec.json.decode(v, type=_Entry) for k, v in header.items() if k[:2] != "__")
         end = max((entry.data_offsets[1] for entry in entries), default=0)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ScopeError(f"the server's stream is damaged: {error}.") from None
     return 8 + int(size) + max(0, end)

@@ -98,14 +98,14 @@ def error_message(content: bytes) -> str:
         body = json.loads(content)
         error = body.get("error", body.get("detail", body))
         return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, AttributeError, KeyError):
+    except (ValueError, AttributeError, KeyError, RecursionError):
         return content[:200].decode("utf-8", "replace") or "no reason was given"
 
 
 def decoded(content: bytes | str, status: int = 200) -> Json:
     try:
         found = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ServerError(f"the answer is no JSON but {shown(content[:200])}.", status) from None
     return converted(found, Json, "answer")
 

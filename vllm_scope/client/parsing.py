@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
@@ -50,6 +51,8 @@ K = TypeVar("K")
 V = TypeVar("V")
 #: Maps a dtype in the JSON to numpy's dtype. bfloat16 is read as uint16.
 _DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int64": "<i8"}
+#: The largest number of digits of a layer.
+MAX_DIGITS = 9
 #: Maps a dtype in safetensors to the dtype in the JSON.
 _FILE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64"}
 
@@ -221,7 +224,7 @@ def parse_file(file: bytes) -> ScopeData:
     tensors = tensors_of(file, "result")
     try:
         told = msgspec.convert(json.loads(metadata_of(file).get("scope", "{}")), FileBody)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ScopeError(f"the server's result has metadata of an unknown form: {error}.") from None
     return _parse_tensors(tensors, told.features)
 
@@ -306,9 +309,10 @@ def _check_lengths(name: str, shape: Sequence[int], *beside: NDArray[np.int64]) 
 
 def _layer(text: str, name: str) -> int:
     """The number of the layer in the name of a tensor."""
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > MAX_DIGITS:
         raise ScopeError(
-            f"the server's tensor {shown(name)} has the layer {shown(text)}; it must be a number."
+            f"the server's tensor {shown(name)} has the layer {shown(text)}; it must be a number "
+            f"of at most {MAX_DIGITS} digits."
         )
     return int(text)
 
@@ -372,10 +376,13 @@ def _array(data: bytes, dtype: str, shape: Sequence[int]) -> NDArray[np.generic]
         raise ScopeError(
             f"the rows have the dtype {shown(dtype)}, which this client does not know."
         )
-    try:
-        return np.frombuffer(data, _DTYPES[dtype]).reshape(shape)
-    except ValueError:
+    found: NDArray[np.generic] | None = None
+    with suppress(ValueError):
+        found = np.frombuffer(data, _DTYPES[dtype]).reshape(shape)
+    # Rows without bytes could be so many that their positions would fill the memory.
+    if found is None or (not found.size and len(found)):
         raise ScopeError(
             f"the server sent {len(data)} bytes for rows of {dtype} of shape {shown(list(shape))}; "
             "the bytes must fill this shape."
-        ) from None
+        )
+    return found

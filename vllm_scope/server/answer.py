@@ -209,6 +209,8 @@ class Answer:
             for choice in body.get("choices", ()):
                 number, ended = choice["index"], choice.get("finish_reason") is not None
                 if number not in self._choices:
+                    if self._native:  # the engine has made no output of this choice yet
+                        choice["scope"] = {"rows": [], "scores": {}}
                     continue
                 if self._native:
                     choice["scope"] = await self._choices[number].part(ended, self.holds)

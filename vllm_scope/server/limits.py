@@ -50,7 +50,7 @@ class Door:
             owner_of(headers.get("authorization")),
             operator=self._settings.is_operators(headers.get(ADMIN_KEY, "")),
             timed=path.startswith(self._timed),
-            body=body_for(headers.get("accept", "")),
+            body=body_for(", ".join(headers.getlist("accept"))),
         )
         tokens = current.set(path), asking.set(exchange)
         try:

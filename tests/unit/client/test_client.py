@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import struct
 import subprocess
 import sys
 import time
@@ -50,14 +51,14 @@ def entry(tensor, **more):
 class Server:
     """Answers from a table, and remembers what was asked."""
 
-    def __init__(self, **answers):
-        self.answers = answers
+    def __init__(self, models=({"id": "the-model"},), **answers):
+        self.models, self.answers = list(models), answers
         self.requests = []
 
     def __call__(self, request):
         self.requests.append(request)
         if request.url.path == "/v1/models":
-            return httpx.Response(200, json={"data": [{"id": "the-model"}]})
+            return httpx.Response(200, json={"data": self.models})
         answer = self.answers[request.url.path.rsplit("/", 1)[1]]
         return answer if isinstance(answer, httpx.Response) else httpx.Response(200, json=answer)
 
@@ -220,6 +221,9 @@ def test_a_file_says_which_features_were_read_if_its_server_did(metadata, asked)
         ),
         pytest.param(["rows", "rows.positions"], "'rows' has the layer ''", id="one-word"),
         pytest.param(["q.x", "q.x.positions"], "'q.x' has the layer 'x'", id="no-number"),
+        pytest.param(
+            ["q." + "1" * 5000, "q." + "1" * 5000 + ".positions"], "at most 9 digits", id="digits"
+        ),
     ],
 )  # fmt: skip
 def test_a_file_of_another_form_is_refused(names, words):
@@ -798,6 +802,10 @@ LENS = {"name": "l", "layer": 1} | TABLE
         ({"rows": [entry(ROWS, spans=[[0, 4], [4, 3]])]}, "spans must be ascending"),
         ({"rows": [entry(ROWS, spans=[[0, 2], [1, 2]])]}, "spans must be ascending"),
         ({"rows": [entry(ROWS, shape=[])]}, "48 bytes for rows of float32"),
+        (
+            {"rows": [entry(ROWS, data="", shape=[2**36, 0], spans=[[0, 2**36]])]},
+            r" 0 bytes for rows of float32 of shape \[68719476736, 0\]",
+        ),
         ({"rows": [entry(ROWS[:1, :1], shape=[], spans=[])]}, "for 0 positions"),
         ({"rows": [entry(ROWS, shape=[-3, -4])]}, SPANS),
         ({"rows": [entry(ROWS, data="AAAA")]}, "3 bytes for rows"),
@@ -939,6 +947,34 @@ def test_a_damaged_binary_answer_is_an_error(content, words):
     server = Server(completions=binary_response(content))
     with pytest.raises(ScopeError, match=words):
         server.client().complete("x", Read("resid_post", layers=[5]))
+
+
+DEEP = b"[" * 200_000 + b"]" * 200_000
+
+
+def test_json_that_is_too_deep_is_an_error_of_ours():
+    deep = b'{"choices": ' + DEEP + b"}"
+    with pytest.raises(ServerError, match="the answer is no JSON but"):
+        Server(completions=httpx.Response(200, content=deep)).client().complete("x")
+    with pytest.raises(SpecError, match=r"^\{\"choices\": \[\["):
+        Server(completions=httpx.Response(400, content=deep)).client().complete("x")
+    events = httpx.Response(
+        200, content=b"data: " + deep + b"\n\n", headers={"content-type": "text/event-stream"}
+    )
+    with pytest.raises(ServerError, match="the answer is no JSON but"):
+        list(Server(completions=events).client().stream("x"))
+    header = struct.pack("<Q", len(deep)) + deep
+    with pytest.raises(ScopeError, match="the server's stream is damaged"):
+        list(Server(completions=binary_response(header)).client().stream("x", Read("embed")))
+    rows = {"resid_post.5": ROWS, "resid_post.5.positions": torch.arange(len(ROWS))}
+    with pytest.raises(ScopeError, match="the server's result has metadata of an unknown form"):
+        parse_file(safetensors.torch.save(rows, {"scope": DEEP.decode()}))
+
+
+@pytest.mark.parametrize("models", [[], [{}], [{"id": 7}]])
+def test_a_server_that_names_no_model_is_an_error_of_ours(models):
+    with pytest.raises(ScopeError, match="the server's list of models has an unknown form"):
+        Server(models).client().complete("x")
 
 
 def test_a_stream_whose_header_is_no_text_is_an_error():

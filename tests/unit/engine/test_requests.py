@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from vllm import SamplingParams
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from vllm_scope import Add, Gate, Read, SpecError, scope
@@ -17,9 +18,10 @@ from vllm_scope.engine.frontend import outputs
 from vllm_scope.engine.frontend import requests as frontend
 from vllm_scope.engine.frontend.connection import Connection, connections
 from vllm_scope.engine.frontend.prepared import prepare
-from vllm_scope.engine.frontend.running import Live, lives, runs
+from vllm_scope.engine.frontend.running import Live, Running, lives, runs
+from vllm_scope.engine.frontend.translators import Decorators
 from vllm_scope.engine.params import asks
-from vllm_scope.engine.refusals import busy, refusal
+from vllm_scope.engine.refusals import busy, refusal, refused
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.errors import UnheldError
 from vllm_scope.request.actions import Module
@@ -416,3 +418,34 @@ def test_an_llm_names_the_prompt_of_several_that_is_refused(errors, said):
     assert str(caught.value) == said
     assert type(caught.value) is type(errors[-1])  # by which vLLM knows the status
     assert added == aborted == [f"{i}" for i in range(len(errors) - 1)]
+
+
+def _made(running, state, token_ids, finish_reason, stop_reason):
+    """An output of a stream, as vLLM makes it for the newest tokens of a request."""
+
+    def original(self):
+        return CompletionOutput(0, "", token_ids, None, None, None, finish_reason, stop_reason)
+
+    runs.put(state, running)
+    completion = outputs._new_completion(original, state)
+    return RequestOutput("r", None, [1], None, [completion], finish_reason is not None)
+
+
+def test_a_stream_whose_caller_is_slow_is_refused_with_the_reason():
+    """vLLM adds the newest tokens of a stream to an output that the caller has not read yet."""
+    pending = SimpleNamespace(asked=SimpleNamespace(probes=()), error=None)
+    running, state = Running(pending, Decorators(), None, ""), State()
+    last = refused("r", SpecError("an edit makes a row that is not finite."))
+    first = _made(running, state, [7], None, None)
+    first.add(_made(running, state, [], "error", last.stop_reason), aggregate=True)
+    before = len(lives)
+
+    async def stream():
+        yield first
+
+    async def read():
+        with pytest.raises(SpecError, match=r"^an edit makes a row that is not finite\.$"):
+            await anext(outputs._settled(State(output_processor=State()), stream()))
+
+    asyncio.run(read())
+    assert len(lives) == before - 1, "the completion, and its rows, would stay in memory"

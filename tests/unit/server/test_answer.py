@@ -354,6 +354,18 @@ async def test_events_that_are_no_chunks_pass_unchanged(store):
 
 
 @on_a_loop
+async def test_a_chunk_of_a_choice_without_output_has_an_empty_scope(store):
+    """The first chunks of a chat name the role of each choice, though only some have output."""
+    found = answer(store, n=2, streams=True)
+    found.add_prompt()
+    found.open_one(lambda: None, False)
+    take(found, 0, 5, 4, "streaming")
+    (chunk,) = json.loads((await found.chunk(text_of(1))).removeprefix("data: "))["choices"]
+    assert chunk["scope"] == {"rows": [], "scores": {}}
+    assert parse_scope(chunk["scope"], None).status == "streaming"
+
+
+@on_a_loop
 async def test_choices_get_their_own_results_in_whatever_order(store):
     found, made = answer(store, n=2), response(1, 0)
     take(found, 1, 5)

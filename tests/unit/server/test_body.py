@@ -192,6 +192,12 @@ def test_accept_decides(accept, binary):
     assert body_for(accept).binary is binary
 
 
+def test_a_header_in_two_lines_is_one_list(host):
+    """HTTP allows both forms of a header, and a proxy can change one into the other."""
+    lines = [("Accept", "application/json;q=0.5"), ("Accept", BINARY)]
+    assert host.http.get("/whole", headers=lines).headers["content-type"] == BINARY
+
+
 def test_a_tensor_is_not_copied_before_it_is_sent():
     body = BinaryBody()
     body.begin()

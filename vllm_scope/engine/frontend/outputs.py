@@ -19,7 +19,7 @@ from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.frontend import ahead
 from vllm_scope.engine.frontend.connection import connections
-from vllm_scope.engine.frontend.running import Live, lives, running_of, runs
+from vllm_scope.engine.frontend.running import Live, lives, refusal_of, running_of, runs
 from vllm_scope.engine.frontend.translators import in_words
 from vllm_scope.engine.params import concerns, names_module, params_of
 from vllm_scope.engine.refusals import refusal, refusal_in
@@ -47,7 +47,7 @@ def _new_completion(
     if refused is not None:
         completion.stop_reason = str(refused)
         if known is not None:
-            known.pending.error = str(refused)
+            known.pending.error, known.refusal = str(refused), refused
     if known is not None or refused is not None:
         lives.put(completion, Live(known, refusal=refused))
     return completion
@@ -96,18 +96,18 @@ async def _settled(engine: AsyncLLM, stream: Outputs) -> Outputs:
         async for output in stream:
             connection = connections.of(engine.output_processor)
             for completion in output.outputs:
-                live = lives.of(completion)
-                if live is not None and live.refusal is not None:
-                    if isinstance(live.refusal, UnheldError):
+                refused, running = refusal_of(completion), running_of(completion)
+                if refused is not None:
+                    if isinstance(refused, UnheldError):
                         ahead.doubt(engine.output_processor)
-                    if connection and live.running and names_module(live.running.text):
+                    if connection and running and names_module(running.text):
                         # Another front-end can have changed the names of steering modules.
                         connection.doubt_modules()
                     # The error's traceback holds this frame, and the frame holds the completion.
                     # The completion's entry in `lives` holds the error. Without `pop`, these
                     # references would keep the error and the completion in memory.
                     lives.pop(completion)
-                    raise live.refusal
+                    raise refused
             for pending in _waiting_for(output):
                 assert connection is not None
                 await _arrival(pending, connection.deliver_timeout_s)

@@ -27,6 +27,7 @@ class Running:
         text: the JSON text of the request's spec.
         texts: the text that each generated token added to the answer. A stop token without text in
             the answer has no entry. The list is empty if there are no probes or no tokenizer.
+        refusal: the error with which EngineCore ended the request, or None.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Running:
         self._detokenizer = detokenizer
         self._output_ids: list[int] = []
         self.texts: list[str] = []
+        self.refusal: ScopeError | None = None
         decode = getattr(detokenizer, "decode_next", None)
         if pending.asked.probes and decode is not None:
             detokenizer.decode_next = self._following(decode)
@@ -114,3 +116,14 @@ def running_of(completion: object) -> Running | None:
     """The Running of a completion whose result can still change; None for all other completions."""
     live = lives.of(completion)
     return None if live is None else live.running
+
+
+def refusal_of(completion: object) -> ScopeError | None:
+    """The error with which EngineCore refused or ended the request of a completion, or None."""
+    live = lives.of(completion)
+    if live is None:
+        return None
+    # vLLM adds the newest tokens of a stream to a completion that the caller has not read yet. The
+    # Live of that completion is older than the error.
+    # vllm 0.32, outputs.py, RequestOutput.add
+    return live.refusal or (live.running.refusal if live.running is not None else None)
