@@ -23,6 +23,7 @@ from vllm_scope.cli.doctor import sentence_of
 from vllm_scope.cli.remote import Server, asking
 from vllm_scope.cli.steer import _additions
 from vllm_scope.client import ScopeClient
+from vllm_scope.errors import FileError
 from vllm_scope.vectors import SteeringModule, load_vectors, save_vectors
 
 TIERS = {"vectors": {"post_block": {"1": [1, 2]}}, "decode_vectors": {"pre_attn": {"0": [3, 4]}}}
@@ -171,6 +172,12 @@ def test_a_folder_to_save_in_is_looked_for_before_anything_is_asked(tmp_path, ca
     assert "there is no folder" in capsys.readouterr().out.replace("\n", " ")
 
 
+def test_rows_that_cannot_be_saved_end_with_a_sentence():
+    rows = SimpleNamespace(keys=list)
+    with pytest.raises(FileError, match=r"/proc/x\.safetensors cannot be written: .*I/O error"):
+        command._write(Path("/proc/x.safetensors"), rows)
+
+
 @pytest.mark.parametrize(
     ("run", "said"),
     [
@@ -190,6 +197,22 @@ def test_a_folder_to_save_in_is_looked_for_before_anything_is_asked(tmp_path, ca
         pytest.param(
             lambda server: command.read(server, "a", "resid_post", "3-1", "all", None),
             "layers have '3-1'; the first number of a range must be the smaller.", id="no-range",
+        ),
+        pytest.param(
+            lambda server: command.read(server, "a", "resid_post", "²", "all", None),
+            "layers are 'all', or numbers such as 2,5 or 0-3, not '²'.", id="no-digit",
+        ),
+        pytest.param(
+            lambda server: command.read(server, "a", "resid_post", "5-", "all", None),
+            "layers are 'all', or numbers such as 2,5 or 0-3, not '5-'.", id="half-a-range",
+        ),
+        pytest.param(
+            lambda server: command.read(server, "a", "resid_post", "0-99999999", "all", None),
+            "layers have '0-99999999', 100,000,000 layers; at most 4,096.", id="a-long-range",
+        ),
+        pytest.param(
+            lambda server: command.read(server, "a", "embed", "all", "all", Path("/")),
+            "--save is /, which is a folder; name a file in it.", id="a-folder",
         ),
     ],
 )  # fmt: skip
