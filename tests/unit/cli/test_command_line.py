@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
+from tests.lenses import random_lens
 from tests.unit.saes.published import D_IN, standard
 from vllm_scope import SpecError
 from vllm_scope.analysis.probes import load_probe
@@ -268,23 +269,54 @@ def test_an_error_of_the_engine_becomes_a_sentence(error, sentence):
     assert sentence_of(error) == sentence
 
 
+def _report(width: int | None = D_IN, num_layers: int = 26, *configured: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        sites={"resid_post": SimpleNamespace(width=width)}, dtype="float32", hidden_size=D_IN,
+        configured=configured or ("embed", "resid_post"), num_layers=num_layers,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("width", "status", "said"),
+    ("report", "status", "said"),
     [
-        pytest.param(D_IN, 0, "SAE a: 11 features of resid_post 12", id="of-this-model"),
+        pytest.param(_report(), 0, "SAE a: 11 features of resid_post 12", id="of-this-model"),
         pytest.param(
-            8,
+            _report(8),
             2,
             "is of rows of 6 numbers; this model's rows of resid_post have 8.",
             id="of-another",
         ),
+        pytest.param(
+            _report(D_IN, 12),
+            2,
+            "is of resid_post 12, where an engine with these sites has no tap.",
+            id="of-a-model-with-more-layers",
+        ),
+        pytest.param(
+            _report(D_IN, 26, "resid_mid"),
+            2,
+            "is of resid_post 12, where an engine with these sites has no tap.",
+            id="of-another-site",
+        ),
+        pytest.param(
+            _report(D_IN, 26, "resid_pre"), 0, "SAE a: 11 features", id="of-the-same-boundary"
+        ),
     ],
 )
-def test_doctor_compares_the_width_of_an_sae_with_the_rows_of_its_site(
-    width, status, said, tmp_path, capsys
+def test_doctor_says_whether_an_sae_fits_the_taps_of_an_engine(
+    report, status, said, tmp_path, capsys
 ):
-    sites = {"resid_post": SimpleNamespace(width=width)}
-    report = SimpleNamespace(sites=sites, dtype="float32", hidden_size=99)
     path = str(standard(tmp_path).path)
     assert doctor._say_saes(Console(width=200), report, {"a": path}) == status
     assert said in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_doctor_counts_only_the_maps_of_a_lens_that_have_a_tap(tmp_path, capsys):
+    random_lens("wide", [0, 1, 7], D_IN).save(tmp_path / "wide")
+    lenses = {"wide": str(tmp_path / "wide")}
+    assert doctor._say_lenses(Console(width=200), _report(D_IN, 6), lenses) == 0
+    assert "lens wide: resid_post 0-1, 0.0 MiB" in capsys.readouterr().out
+    assert doctor._say_lenses(Console(width=200), _report(D_IN, 6, "embed"), lenses) == 2
+    assert "has no map of a place where an engine with these sites has a tap." in (
+        capsys.readouterr().out
+    )
