@@ -342,6 +342,9 @@ def test_half_an_escalation_at_the_start_is_told_its_other_half(more, sentence):
         ("https://hooks.example:T0KEN/x", "a text"),
         ("ftp://hooks.example/T0KEN", "a text"),
         ("hooks.example/T0KEN", "a text"),
+        ("https://user:T0KEN@hooks.example/x", "a text"),
+        ("https://hooks.example/T0KEN x", "a text"),
+        ("https://hooks.example/T0KEN/é", "a text"),
         (3, "3"),
     ],
 )
