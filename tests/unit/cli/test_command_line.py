@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
 
 from tests.lenses import random_lens
 from tests.unit.saes.published import D_IN, standard
 from vllm_scope import SpecError
 from vllm_scope.analysis.probes import load_probe
-from vllm_scope.cli import doctor, watch
+from vllm_scope.cli import app, doctor, watch
 from vllm_scope.cli import read as command
 from vllm_scope.cli import steer as steering
 from vllm_scope.cli.doctor import sentence_of
@@ -163,6 +164,15 @@ def test_a_models_text_is_printed_as_it_is(monkeypatch, capsys):
     answering(monkeypatch)
     steering.steer(Server("http://x", None, 4, 0.0), "a", "happy", [0.0])
     assert capsys.readouterr().out == "+0 :x: [b]\\x1b[2J\n"
+
+
+def test_a_text_that_the_terminals_encoding_does_not_have_is_escaped(monkeypatch):
+    answering(monkeypatch, text="wörld 日本")
+    done = CliRunner(charset="latin-1").invoke(
+        app, ["steer", "a", "--module", "happy", "--scale", "0"]
+    )
+    assert done.exit_code == 0, done.exception
+    assert done.stdout == "+0 wörld \\u65e5\\u672c\n" * 2
 
 
 def test_a_folder_to_save_in_is_looked_for_before_anything_is_asked(tmp_path, capsys):
