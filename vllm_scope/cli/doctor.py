@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_scope import __version__
+from vllm_scope.config import ScopeConfig
 from vllm_scope.errors import CompatError, ConfigError, ScopeError, reason_of
 from vllm_scope.request.sites import MODEL_SITES, SITES, canonical_site
 
@@ -106,8 +107,8 @@ def check_path(model: str) -> None:
 
 
 def _say_saes(console: Console, report: ModelReport, paths: Mapping[str, str]) -> int:
-    """Print how much device memory the SAEs take. Returns UNKNOWN if an SAE cannot be read, or if
-    it is for rows of another width."""
+    """Print how much device memory the SAEs take. Returns UNKNOWN if an SAE cannot be read, is for
+    rows of another width, or is of a place where an engine with the configured sites has no tap."""
     import torch
 
     from vllm_scope.saes.load import load_saes
@@ -123,6 +124,11 @@ def _say_saes(console: Console, report: ModelReport, paths: Mapping[str, str]) -
                     f"{paths[name]} is of rows of {sae.d_model:,} numbers; this model's rows of "
                     f"{site} have {width:,}."
                 )
+            if sae.place.boundary not in _tapped(report):
+                raise ConfigError(
+                    f"{paths[name]} is of {site} {sae.place.layer}, where an engine with these "
+                    "sites has no tap. Add the site to --sites, or name an SAE of another place."
+                )
     except (ScopeError, OSError) as error:
         _say(console, "the SAEs", str(error))
         return UNKNOWN
@@ -137,7 +143,8 @@ def _say_saes(console: Console, report: ModelReport, paths: Mapping[str, str]) -
 
 def _say_lenses(console: Console, report: ModelReport, paths: Mapping[str, str]) -> int:
     """Print how much device memory the maps of lenses take, and the digests of the lenses' files.
-    Returns UNKNOWN if a lens cannot be read, or if it is for rows of another width."""
+    Only maps of places with a tap count. Returns UNKNOWN if a lens cannot be read, is for rows of
+    another width, or has no such map."""
     import torch
 
     from vllm_scope.lenses.linear import load_lens
@@ -152,16 +159,27 @@ def _say_lenses(console: Console, report: ModelReport, paths: Mapping[str, str])
                     f"{path} is of rows of {lens.d_model:,} numbers; this model's rows "
                     f"have {report.hidden_size:,}."
                 )
+            places = [one for one in lens.places if one.boundary in _tapped(report)]
+            if not places:
+                raise ConfigError(
+                    f"{path} has no map of a place where an engine with these sites has a tap. Add "
+                    "the lens's site to --sites, or name a lens of this model."
+                )
         except (ScopeError, OSError) as error:
             _say(console, f"the lens {name}", str(error))
             return UNKNOWN
-        size = num_bytes(lens, len(lens.maps), getattr(torch, report.dtype)) / 2**20
+        size = num_bytes(lens, len(places), getattr(torch, report.dtype)) / 2**20
         total += size
-        layers = _ranges(sorted(place.layer for place in lens.places))
-        text = f"lens {name}: {next(iter(lens.places)).site} {layers}, {size:.1f} MiB, "
+        layers = _ranges(sorted(place.layer for place in places))
+        text = f"lens {name}: {places[0].site} {layers}, {size:.1f} MiB, "
         console.print(f"{text}sha256 {lens.sha256}.", soft_wrap=True, markup=False)
     _say_total(console, "Lenses", total, "lenses_mib")
     return READABLE
+
+
+def _tapped(report: ModelReport) -> tuple[int, ...]:
+    """The boundaries with a tap in an engine with the configured sites."""
+    return ScopeConfig(sites=report.configured).boundaries(report.num_layers)
 
 
 def _say_total(console: Console, what: str, mib: float, option: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,10 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 @app.callback()
 def main() -> None:
     """Read what language models compute while vLLM serves them."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A model's text can have characters that the terminal's encoding does not have.
+            stream.reconfigure(errors="backslashreplace")
 
 
 Url = Annotated[str, typer.Option(envvar="VLLM_SCOPE_URL", help="The server's URL.")]

@@ -19,7 +19,7 @@ from vllm_scope.cli.remote import (
     printable,
     scope_of,
 )
-from vllm_scope.errors import ScopeError
+from vllm_scope.errors import FileError, ScopeError
 from vllm_scope.request.actions import Read
 from vllm_scope.request.sites import MODEL_SITES
 
@@ -36,6 +36,8 @@ def read(
     with asking(server, console) as client:
         if save is not None and not save.absolute().parent.is_dir():
             raise ScopeError(f"there is no folder {save.absolute().parent} to save {save.name} in.")
+        if save is not None and save.is_dir():
+            raise ScopeError(f"--save is {save}, which is a folder; name a file in it.")
         found = None if site in MODEL_SITES else layers_of(layers)
         out = client.complete(prompt, Read(site, layers=found, tokens=tokens), **server.fields)
         scope = scope_of(server, out.scope)
@@ -62,10 +64,14 @@ def _table(scope: ScopeData) -> Table:
 
 
 def _write(path: Path, scope: ScopeData) -> None:
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     arrays = {}
     for site, layer in scope.keys():
         arrays[f"{site}.{layer}"] = np.ascontiguousarray(scope[site, layer])
         arrays[f"{site}.{layer}.positions"] = scope.positions(site, layer)
-    save_file(arrays, path)
+    try:
+        save_file(arrays, path)
+    except SafetensorError as error:  # also for an error of the operating system
+        raise FileError(f"{path} cannot be written: {error}. Name another file.") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +14,13 @@ from rich.console import Console
 from rich.text import Text
 
 from vllm_scope.errors import ScopeError
+from vllm_scope.request.sites import MAX_LAYERS
 
 if TYPE_CHECKING:
     from vllm_scope.client import ScopeClient, ScopeData
+
+#: A layer's number, or the first and the last number of a range.
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 @dataclass(frozen=True)
@@ -94,14 +99,16 @@ def layers_of(text: str) -> str | list[int]:
         return text
     found: list[int] = []
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not first.isdigit() or not (last or first).isdigit():
+        given = _RANGE.fullmatch(part)
+        if given is None:
             raise ScopeError(f"layers are 'all', or numbers such as 2,5 or 0-3, not {text!r}.")
-        some = range(int(first), int(last or first) + 1)
+        some = range(int(given[1]), int(given[2] or given[1]) + 1)
         if not some:
             raise ScopeError(
                 f"layers have {part!r}; the first number of a range must be the smaller."
             )
+        if len(some) > MAX_LAYERS:
+            raise ScopeError(f"layers have {part!r}, {len(some):,} layers; at most {MAX_LAYERS:,}.")
         found += some
     return found
 

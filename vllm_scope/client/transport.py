@@ -14,7 +14,7 @@ from vllm_scope.client.calls import Calls, Flow, OnCell, ReadBy, StreamT, SweepE
 from vllm_scope.client.frames import Frame, Frames
 from vllm_scope.client.messages import Call, Response, ServerError, UnreachableError
 from vllm_scope.client.parsing import T
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError, reason_of, shown
 from vllm_scope.request.media import BINARY
 from vllm_scope.sweeps import Sweep, SweepTable
 
@@ -76,7 +76,7 @@ class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
         transport: an httpx transport, for tests and proxies.
 
     Raises:
-        SpecError: base_url is not a URL.
+        SpecError: base_url is not a URL, or a key has characters that an HTTP header cannot have.
     """
 
     _open: Callable[..., HttpT]
@@ -97,6 +97,8 @@ class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
                 f"base_url is {shown(base_url)}; it must be a URL with http:// or https://, such "
                 "as http://localhost:8000."
             )
+        for name, key in (("api_key", api_key), ("admin_key", admin_key)):
+            _check_key(key, name)
         self._url = base_url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:
@@ -123,10 +125,27 @@ class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
         headers = {"Accept": f"{BINARY}, */*;q=0.5"} if call.binary else {}
         if call.admin and self._admin_key:
             headers["X-Scope-Admin-Key"] = self._admin_key
-        made: httpx.Request = self._http.build_request(
-            call.method, call.path, json=call.body, content=call.content, headers=headers
-        )
+        try:
+            made: httpx.Request = self._http.build_request(
+                call.method, call.path, json=call.body, content=call.content, headers=headers
+            )
+        except ValueError as error:
+            raise SpecError(
+                f"the request cannot be sent as JSON: {reason_of(error)}. Texts must be Unicode "
+                "without halves of surrogate pairs, and numbers must be finite."
+            ) from None
         return made
+
+
+def _check_key(key: object, name: str) -> None:
+    """Raises SpecError if an HTTP header cannot have this key. httpx's error would show the key."""
+    if key is None:
+        return
+    if not isinstance(key, str) or not key.isascii() or not key.isprintable() or key != key.strip():
+        raise SpecError(
+            f"{name} must be a string of printable ASCII characters, without a line end or a space "
+            "at an end."
+        )
 
 
 def _came(response: httpx.Response, content: bytes) -> Response:

@@ -160,14 +160,24 @@ def parse_all(bodies: object) -> tuple[Monitor, ...]:
     return found
 
 
-def check(
-    monitors: tuple[Monitor, ...], sites: Sites, num_stages: int, limits: Limits | None
-) -> None:
+def untapped(reason: str) -> str:
+    """The text of the error about monitors on a model without taps.
+
+    Args:
+        reason: why the model cannot be tapped.
+    """
+    return (
+        f"every request would have these monitors, and would be refused: this model cannot be "
+        f"tapped: {reason}. Set no monitors, or serve another model."
+    )
+
+
+def check(monitors: tuple[Monitor, ...], sites: Sites, num_stages: int, limits: Limits) -> None:
     """Raises SpecError if this engine does not support one of the monitors, or does not have enough
     room for all monitors together.
 
     Args:
-        limits: the engine's limits; None if the model has no taps.
+        limits: the engine's limits.
     """
     for monitor in monitors:
         try:
@@ -184,7 +194,7 @@ def check(
                 f"monitors[{monitor.name!r}].{field} is {shown(value.removeprefix(MONITOR))}, and "
                 f"this engine has {num_stages} pipeline stages, which cannot do that; {instead}."
             )
-    if limits is None or not monitors:
+    if not monitors:
         return
     asked = Spec(probes=tuple(monitor.probe for monitor in monitors)).resolve(sites)
     try:
@@ -334,9 +344,10 @@ def set_monitors(engine: Engine, bodies: object, connection: Connection) -> None
         if isinstance(body, Mapping):
             _check_outside(f"monitors[{name!r}]", body)
     monitors = parse_all(bodies)
-    limits = connection.limits if connection.reason is None else None
+    if monitors and connection.reason is not None:
+        raise SpecError(untapped(connection.reason))
     num_stages = engine.vllm_config.parallel_config.pipeline_parallel_size
-    check(monitors, connection.sites, num_stages, limits)
+    check(monitors, connection.sites, num_stages, connection.limits)
     since = _since(monitors, monitors_of(engine.vllm_config))
     shared = _shared(engine.vllm_config)
     with _looking:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import queue
+import re
 import threading
 import urllib.parse
 import urllib.request
@@ -62,7 +63,8 @@ class Webhook(Background):
         else:
             came = "a text that is not shown, because a URL can contain a secret"
         raise SpecError(
-            f"{where} is {came}; it must be a URL of http or https with a host, such as "
+            f"{where} is {came}; it must be a URL of http or https with a host, without a user "
+            "name, spaces and characters that are not ASCII, such as "
             "'https://example.com/verdicts'."
         )
 
@@ -133,10 +135,13 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def _has_host(url: str) -> bool:
-    """True if the text is a URL of http or https with a host."""
+    """True if the text is a URL of http or https with a host, to which urllib can send. urllib
+    takes no user name, no space, and no path with other characters than ASCII."""
     try:
         parts = urllib.parse.urlsplit(url)
         # The property `port` raises ValueError if the port is not a number from 0 to 65535.
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        sane = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
+    plain = (parts.path + parts.query).isascii() and not re.search(r"[\s\x00-\x1f]", url.strip())
+    return sane and plain and "@" not in parts.netloc

@@ -12,17 +12,20 @@ import numpy as np
 import pytest
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
 
+from tests.lenses import random_lens
 from tests.unit.saes.published import D_IN, standard
 from vllm_scope import SpecError
 from vllm_scope.analysis.probes import load_probe
-from vllm_scope.cli import doctor, watch
+from vllm_scope.cli import app, doctor, watch
 from vllm_scope.cli import read as command
 from vllm_scope.cli import steer as steering
 from vllm_scope.cli.doctor import sentence_of
 from vllm_scope.cli.remote import Server, asking
 from vllm_scope.cli.steer import _additions
 from vllm_scope.client import ScopeClient
+from vllm_scope.errors import FileError
 from vllm_scope.vectors import SteeringModule, load_vectors, save_vectors
 
 TIERS = {"vectors": {"post_block": {"1": [1, 2]}}, "decode_vectors": {"pre_attn": {"0": [3, 4]}}}
@@ -163,12 +166,27 @@ def test_a_models_text_is_printed_as_it_is(monkeypatch, capsys):
     assert capsys.readouterr().out == "+0 :x: [b]\\x1b[2J\n"
 
 
+def test_a_text_that_the_terminals_encoding_does_not_have_is_escaped(monkeypatch):
+    answering(monkeypatch, text="wörld 日本")
+    done = CliRunner(charset="latin-1").invoke(
+        app, ["steer", "a", "--module", "happy", "--scale", "0"]
+    )
+    assert done.exit_code == 0, done.exception
+    assert done.stdout == "+0 wörld \\u65e5\\u672c\n" * 2
+
+
 def test_a_folder_to_save_in_is_looked_for_before_anything_is_asked(tmp_path, capsys):
     with pytest.raises(SystemExit):
         command.read(
             Server("http://x", None, 1, 0.0), "a", "embed", "all", "all", tmp_path / "no" / "x"
         )
     assert "there is no folder" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_rows_that_cannot_be_saved_end_with_a_sentence():
+    rows = SimpleNamespace(keys=list)
+    with pytest.raises(FileError, match=r"/proc/x\.safetensors cannot be written: .*I/O error"):
+        command._write(Path("/proc/x.safetensors"), rows)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +208,22 @@ def test_a_folder_to_save_in_is_looked_for_before_anything_is_asked(tmp_path, ca
         pytest.param(
             lambda server: command.read(server, "a", "resid_post", "3-1", "all", None),
             "layers have '3-1'; the first number of a range must be the smaller.", id="no-range",
+        ),
+        pytest.param(
+            lambda server: command.read(server, "a", "resid_post", "²", "all", None),
+            "layers are 'all', or numbers such as 2,5 or 0-3, not '²'.", id="no-digit",
+        ),
+        pytest.param(
+            lambda server: command.read(server, "a", "resid_post", "5-", "all", None),
+            "layers are 'all', or numbers such as 2,5 or 0-3, not '5-'.", id="half-a-range",
+        ),
+        pytest.param(
+            lambda server: command.read(server, "a", "resid_post", "0-99999999", "all", None),
+            "layers have '0-99999999', 100,000,000 layers; at most 4,096.", id="a-long-range",
+        ),
+        pytest.param(
+            lambda server: command.read(server, "a", "embed", "all", "all", Path("/")),
+            "--save is /, which is a folder; name a file in it.", id="a-folder",
         ),
     ],
 )  # fmt: skip
@@ -245,23 +279,54 @@ def test_an_error_of_the_engine_becomes_a_sentence(error, sentence):
     assert sentence_of(error) == sentence
 
 
+def _report(width: int | None = D_IN, num_layers: int = 26, *configured: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        sites={"resid_post": SimpleNamespace(width=width)}, dtype="float32", hidden_size=D_IN,
+        configured=configured or ("embed", "resid_post"), num_layers=num_layers,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("width", "status", "said"),
+    ("report", "status", "said"),
     [
-        pytest.param(D_IN, 0, "SAE a: 11 features of resid_post 12", id="of-this-model"),
+        pytest.param(_report(), 0, "SAE a: 11 features of resid_post 12", id="of-this-model"),
         pytest.param(
-            8,
+            _report(8),
             2,
             "is of rows of 6 numbers; this model's rows of resid_post have 8.",
             id="of-another",
         ),
+        pytest.param(
+            _report(D_IN, 12),
+            2,
+            "is of resid_post 12, where an engine with these sites has no tap.",
+            id="of-a-model-with-more-layers",
+        ),
+        pytest.param(
+            _report(D_IN, 26, "resid_mid"),
+            2,
+            "is of resid_post 12, where an engine with these sites has no tap.",
+            id="of-another-site",
+        ),
+        pytest.param(
+            _report(D_IN, 26, "resid_pre"), 0, "SAE a: 11 features", id="of-the-same-boundary"
+        ),
     ],
 )
-def test_doctor_compares_the_width_of_an_sae_with_the_rows_of_its_site(
-    width, status, said, tmp_path, capsys
+def test_doctor_says_whether_an_sae_fits_the_taps_of_an_engine(
+    report, status, said, tmp_path, capsys
 ):
-    sites = {"resid_post": SimpleNamespace(width=width)}
-    report = SimpleNamespace(sites=sites, dtype="float32", hidden_size=99)
     path = str(standard(tmp_path).path)
     assert doctor._say_saes(Console(width=200), report, {"a": path}) == status
     assert said in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_doctor_counts_only_the_maps_of_a_lens_that_have_a_tap(tmp_path, capsys):
+    random_lens("wide", [0, 1, 7], D_IN).save(tmp_path / "wide")
+    lenses = {"wide": str(tmp_path / "wide")}
+    assert doctor._say_lenses(Console(width=200), _report(D_IN, 6), lenses) == 0
+    assert "lens wide: resid_post 0-1, 0.0 MiB" in capsys.readouterr().out
+    assert doctor._say_lenses(Console(width=200), _report(D_IN, 6, "embed"), lenses) == 2
+    assert "has no map of a place where an engine with these sites has a tap." in (
+        capsys.readouterr().out
+    )

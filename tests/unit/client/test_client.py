@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 import struct
 import subprocess
 import sys
@@ -778,6 +779,29 @@ def test_a_server_that_goes_away_while_it_answers_is_the_same_error(run):
 def test_an_address_that_is_no_url_is_refused(kind):
     with pytest.raises(SpecError, match=r"base_url is 'http://a b:1x'; .*such as http:"):
         kind("http://a b:1x")
+
+
+@pytest.mark.parametrize("kind", [ScopeClient, AsyncScopeClient])
+@pytest.mark.parametrize("name", ["api_key", "admin_key"])
+@pytest.mark.parametrize("key", ["secret\r", "secret ", "sécret", b"secret"])
+def test_a_key_that_no_header_can_have_is_refused_and_not_shown(key, name, kind):
+    with pytest.raises(SpecError, match=f"{name} must be a string of printable ASCII") as caught:
+        kind(**{name: key})
+    assert "cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "said"),
+    [
+        pytest.param("a\udcff", {}, "surrogates not allowed", id="half-of-a-pair"),
+        pytest.param("a", {"temperature": math.inf}, "Out of range float", id="infinite"),
+    ],
+)
+def test_a_request_that_is_no_json_is_refused_with_a_sentence(prompt, options, said):
+    server = Server()
+    with pytest.raises(SpecError, match=f"the request cannot be sent as JSON: .*{said}"):
+        server.client(model="m").complete(prompt, **options)
+    assert server.requests == []
 
 
 def test_rows_that_do_not_fit_their_shape_are_refused():

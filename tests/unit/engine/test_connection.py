@@ -74,6 +74,21 @@ def test_drafts_and_a_replacement_of_several_generated_tokens_do_not_mix(positio
     _connection(False).check(_replace(positions), IDS, max_tokens)
 
 
+def _after_an_edit_of_the_same_tokens(positions: list[int]):
+    rows = np.arange(1.0, 1.0 + 4 * len(positions)).reshape(-1, 4)
+    add = Add(np.ones(4), layer=0, tokens=positions)
+    return Spec(edits=(add, Replace(rows, positions=positions, layer=1))).resolve(SITES)
+
+
+def test_a_replacement_is_checked_after_another_edit_of_the_same_tokens():
+    asked = _after_an_edit_of_the_same_tokens([-1, 4])
+    said = sentence(lambda: _connection(False).check(asked, IDS, 1))
+    assert said == "edits[1].positions names a position twice."
+    asked = _after_an_edit_of_the_same_tokens([5, 6])
+    said = sentence(lambda: _connection(True).check(asked, IDS, 3))
+    assert "edits[1].positions has several generated tokens" in said
+
+
 @pytest.mark.parametrize(
     ("lens", "max_tokens", "rows"),
     [

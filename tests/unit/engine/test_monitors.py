@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -29,7 +29,8 @@ from vllm_scope.engine.http.calls import EngineCalls
 from vllm_scope.engine.judge import Judge
 from vllm_scope.engine.monitors import parse_all
 from vllm_scope.engine.worker.sizes import Limits
-from vllm_scope.errors import SpecError
+from vllm_scope.engine.worker.worker import ScopeWorker
+from vllm_scope.errors import ConfigError, SpecError
 from vllm_scope.request.actions import Add, Read
 from vllm_scope.request.spec import Spec, scope
 from vllm_scope.results.inbox import inbox
@@ -58,7 +59,8 @@ def engine_of(num_processes):
     engine = Thing(
         vllm_config=config, output_processor=Thing(request_states={}), engine_core=Cores()
     )
-    known = SimpleNamespace(sites=SITES, generation=inbox().generation, reason="of this test")
+    limits = Limits((16,), 0, 100, 100, 100, 100)
+    known = Connection(SITES, None, 1, 1.0, limits, {}, {}, inbox().generation)
     connections.put(engine.output_processor, known)
     return engine
 
@@ -340,6 +342,9 @@ def test_half_an_escalation_at_the_start_is_told_its_other_half(more, sentence):
         ("https://hooks.example:T0KEN/x", "a text"),
         ("ftp://hooks.example/T0KEN", "a text"),
         ("hooks.example/T0KEN", "a text"),
+        ("https://user:T0KEN@hooks.example/x", "a text"),
+        ("https://hooks.example/T0KEN x", "a text"),
+        ("https://hooks.example/T0KEN/é", "a text"),
         (3, "3"),
     ],
 )
@@ -383,6 +388,29 @@ def test_monitors_that_together_have_no_room_are_refused_and_the_earlier_ones_st
         monitors.check(parse_all(several), SITES, 1, connection.limits)
     monitors.set_on(monitored, dict(list(several.items())[: most // 2]))
     assert len(names(monitored)) == most // 2
+
+
+def test_monitors_on_a_model_without_taps_are_refused_and_can_be_ended(monitored):
+    """Otherwise every request would be refused."""
+    connection = connections.of(monitored.output_processor)
+    connection.reason = "its layers are not understood"
+    words = "be refused: this model cannot be tapped: its layers are not understood. Set no monit"
+    with pytest.raises(SpecError, match=words):
+        monitors.set_on(monitored, {"two": FLAG})
+    assert names(monitored) == ["one"]
+    monitors.set_on(monitored, {})
+    assert names(monitored) == []
+
+
+@pytest.mark.parametrize("named", [{}, {"one": FLAG}], ids=["none", "one"])
+def test_an_engine_with_monitors_does_not_start_on_a_model_without_taps(named):
+    config = Thing(additional_config={"scope": {"monitors": named}})
+    worker = ScopeWorker.__new__(ScopeWorker)
+    worker._vllm_config = config
+    words = r"^additional_config\['scope'\].monitors: every request .* tapped: no layers. Set no"
+    with pytest.raises(ConfigError, match=words) if named else nullcontext():
+        worker._go_without_taps("no layers")
+    assert worker.reason == "no layers"
 
 
 @pytest.mark.parametrize(

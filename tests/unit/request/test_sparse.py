@@ -82,6 +82,8 @@ def test_rows_come_back_from_json(saes):
         ({"layer": "all"}, "it must be one layer"),
         ({"threshold": float("nan")}, "Features.threshold is nan"),
         ({"site": "resid"}, "Features.site is 'resid'"),
+        ({"site": 0}, "Features.site is 0; a site is a string"),
+        ({"name": False}, "Features.name is False; a name is a string"),
         ({"sae": {"encoder": [[1]]}, "indices": [1]}, "Features.sae is .* object with"),
         ({"sae": 3}, "top_k needs a whole encoder"),
     ],
@@ -89,6 +91,15 @@ def test_rows_come_back_from_json(saes):
 def test_bad_input_is_one_sentence(given, sentence):
     with pytest.raises(SpecError, match=sentence):
         Features(**({"sae": "sae"} | given))
+
+
+@pytest.mark.parametrize("site", [0, False, []])
+def test_an_edit_of_features_takes_no_other_value_for_a_missing_site(site):
+    rows = {"encoder": [[1.0]], "decoder": [[1.0]], "bias": [0.0], "threshold": [0.0]}
+    for fields in ({"sae": "a", "index": 1}, {"sae": rows, "layers": 1}):
+        body = {"edits": [{"kind": "set_feature", "site": site} | fields]}
+        with pytest.raises(SpecError, match=r"edits\[0\].site is .*; a site is a string"):
+            Spec.from_json(json.dumps(body))
 
 
 def test_names_are_of_one_action_each():

@@ -78,11 +78,13 @@ def actions_of(asked: Resolved, name: str) -> Iterator[tuple[str, Any]]:
 def check_tokens(asked: Resolved, ids: Ids, last: int, limits: Limits) -> None:
     """Raises SpecError if a selector names tokens that the request cannot have on this engine."""
     for name in ("reads", "probes", "edits", "features", "moments"):
-        checked: set[Selector] = set()
+        checked: set[tuple[Selector, tuple[int, ...]]] = set()
         for path, action in actions_of(asked, name):
-            if action.tokens in checked:
+            # The check of a Replace also depends on its positions, which other edits do not have.
+            key = action.tokens, action.positions if name == "edits" else ()
+            if key in checked:
                 continue
-            checked.add(action.tokens)
+            checked.add(key)
             where = f"{path}.tokens"
             action.tokens.check(len(ids), last, where)
             if name != "edits":

@@ -30,7 +30,7 @@ from vllm_scope.engine.core.verdicts import with_lost, with_verdicts
 from vllm_scope.engine.functions import StepFunctions
 from vllm_scope.engine.model import global_reads, sites_of
 from vllm_scope.engine.monitors import check as check_monitors
-from vllm_scope.engine.monitors import configured
+from vllm_scope.engine.monitors import configured, untapped
 from vllm_scope.engine.vllm_types import ModelRunner, NewRequestData, Worker
 from vllm_scope.engine.worker import runners
 from vllm_scope.engine.worker.attention import kernel_of
@@ -125,8 +125,7 @@ class ScopeWorker:
         try:
             self._tap_model(self._worker.model_runner, (get_tp_group(), get_pp_group()))
         except CompatError as error:
-            self.reason = str(error)
-            logger.warning("vllm-scope: no taps on this model: %s.", error)
+            self._go_without_taps(str(error))
             return
         # The parts of the configuration that apply to requests are checked now, so that the engine
         # does not start if they are wrong.
@@ -260,11 +259,19 @@ class ScopeWorker:
             compare_compiled(rows, proved.rows, proved.anatomy.unread, dtype)
         except CompatError as error:
             reason = str(error)
-        self.reason = agreed(reason, (get_tp_group(), get_pp_group()))
-        if self.reason is not None:
-            logger.warning("vllm-scope: no taps on this model: %s.", self.reason)
+        reason = agreed(reason, (get_tp_group(), get_pp_group()))
+        if reason is not None:
+            self._go_without_taps(reason)
             # The taps stay in the compiled graph, but no step is planned any more.
             self._planner = self.steps = None
+
+    def _go_without_taps(self, reason: str) -> None:
+        """Set `reason`, with which the model is served without taps. Raises ConfigError if there
+        are configured monitors, because every request would then be refused."""
+        self.reason = reason
+        if configured(self._vllm_config):
+            raise ConfigError(f"additional_config['scope'].monitors: {untapped(reason)}")
+        logger.warning("vllm-scope: no taps on this model: %s.", reason)
 
     def _begin_lens(self, lens: OwnLens, forward: Forward) -> None:
         """If the model's lens can be applied, give the lens to the packer."""

@@ -125,6 +125,12 @@ class Action:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    def _given(self, name: str, default: str) -> str:
+        """The value of a field, or `default` if the caller has left the field out. Another value
+        that counts as false, such as 0, is returned, and later refused."""
+        value = getattr(self, name)
+        return default if value is None or value == "" else value
+
     def _place(self) -> None:
         """Check and normalise site, layers and tokens."""
         name = type(self).__name__

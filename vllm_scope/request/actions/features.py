@@ -188,7 +188,7 @@ class _FeatureEdit(Edit):
             self._place_named()
             return
         if hasattr(rows, "feature"):  # an Sae
-            self._set(site=self.site or rows.place.site)
+            self._set(site=self._given("site", rows.place.site))
             if self._given_layers() is None and self.site not in MODEL_SITES:
                 self._set(layer=rows.place.layer)
             rows = FeatureRows.of(rows, self.index, f"{kind}.index")
@@ -198,7 +198,7 @@ class _FeatureEdit(Edit):
                 "loaded; give a loaded SAE, or the features' rows without an index."
             )
         rows = FeatureRows.parse(rows, f"{kind}.sae")
-        self._set(site=self.site or "resid_post")
+        self._set(site=self._given("site", "resid_post"))
         self._set(sae=rows, index=None)
         self._set(**{name: _numbers(getattr(self, name), rows.count, f"{kind}.{name}")})
         self._set_flags(rows.count)
@@ -218,7 +218,7 @@ class _FeatureEdit(Edit):
         self._set(index=indices, **{name: numbers})
         self._set_flags(len(indices))
         # The checks of the other fields need a site and a layer. These checks accept any layer.
-        self._set(site=canonical_site(site or "resid_post", f"{kind}.site"))
+        self._set(site=canonical_site(self._given("site", "resid_post"), f"{kind}.site"))
         if given is None and self.site not in MODEL_SITES:
             self._set(layer=0)
         self._place_edit()

@@ -171,7 +171,7 @@ class Features(Action):
             self._set(threshold=number(self.threshold, "Features.threshold"))
         if isinstance(self.sae, str):
             checked_name(self.sae, "Features.sae")
-            self._set(name=self.name or self.sae)
+            self._set(name=self._given("name", self.sae))
             self._place_named()
         elif not isinstance(self.sae, HeldSae):
             self._take_rows()
@@ -216,7 +216,9 @@ class Features(Action):
             )
         rows = self.sae
         if hasattr(rows, "fold"):  # an Sae
-            self._set(site=self.site or rows.place.site, name=self.name or rows.name)
+            self._set(
+                site=self._given("site", rows.place.site), name=self._given("name", rows.name)
+            )
             if self._given_layers() is None and self.site not in MODEL_SITES:
                 self._set(layer=rows.place.layer)
             rows = EncoderRows.of(rows, self.indices)
@@ -226,13 +228,13 @@ class Features(Action):
                 f"Features.sae has {rows.encoder.shape[0]} rows for {len(self.indices)} indices; "
                 "give one row for each."
             )
-        self._set(sae=rows, site=self.site or "resid_post")
+        self._set(sae=rows, site=self._given("site", "resid_post"))
 
     def _place_named(self) -> None:
         """Check the site and the layer. If the caller gave no site or layer, leave the fields
         empty. The SAE's `Place` is then used."""
         site, given = self.site, self._given_layers()
-        self._set(site=canonical_site(site or "resid_post", "Features.site"))
+        self._set(site=canonical_site(self._given("site", "resid_post"), "Features.site"))
         if given is None and self.site not in MODEL_SITES:
             self._set(layer=0)
         self._place_one()
