@@ -22,7 +22,15 @@ from vllm_scope.errors import SpecError, shown
 from vllm_scope.results.lens import TopTokens
 
 #: Maps the fields of a configuration that can have the final norm's epsilon to the kind of norm.
-_EPS = {"rms_norm_eps": "rms", "layer_norm_eps": "layer", "layer_norm_epsilon": "layer"}
+_EPS: dict[str, Literal["rms", "layer"]] = {
+    "rms_norm_eps": "rms", "layer_norm_eps": "layer", "layer_norm_epsilon": "layer",
+}  # fmt: skip
+#: The kind of norm of the models (`model_type`) whose field in _EPS belongs to the other kind.
+#: Source: vLLM's files of these models, and transformers' for falcon_mamba.
+_NORMS: dict[object, Literal["rms", "layer"]] = {
+    "exaone": "rms", "falcon_mamba": "rms", "mamba": "rms", "mamba2": "rms", "molmo": "rms",
+    "molmo2_text": "rms", "nemotron_h": "rms", "orion": "layer", "phimoe": "layer",
+}  # fmt: skip
 #: The fields of a configuration that can have the soft cap of logits.
 _CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
@@ -99,7 +107,7 @@ class Lens:
         cap = next((name for name in _CAPS if body.get(name) is not None), None)
         soft_cap = _above_zero(body[cap], cap) if cap is not None else None
         return Lens(
-            norm_weight, eps, unembedding, _EPS[name],  # type: ignore[arg-type]
+            norm_weight, eps, unembedding, _NORMS.get(body.get("model_type"), _EPS[name]),
             norm_bias, unembedding_bias, soft_cap, _logit_scale(body),
         )  # fmt: skip
 

@@ -167,7 +167,8 @@ def ridge_probe(
         xy = np.sum([numbers[label] * sums.x for label, sums in each.items()], axis=0)
         y = sum(numbers[label] * sums.count for label, sums in each.items())
     mean_y = y / one.count
-    weight = _solve(_scatter(one) + alpha * np.eye(len(one.x)), xy - mean_y * one.x)
+    matrix = _scatter(one) + alpha * np.eye(len(one.x))
+    weight = _solve(matrix, xy - mean_y * one.x, len(matrix) if alpha else one.count - 1)
     bias = mean_y - float(one.mean @ weight)
     return LinearProbe(
         weight.astype(np.float32), bias, *stream, pooling=pooling, model=model, template=template
@@ -237,7 +238,8 @@ def lda_probe(
     within = (_scatter(up) + _scatter(down)) / (up.count + down.count)
     width = len(within)
     shrunk = (1 - shrinkage) * within + shrinkage * np.trace(within) / width * np.eye(width)
-    weight = _solve(shrunk, up.mean - down.mean)
+    rank = width if shrinkage else up.count + down.count - 2
+    weight = _solve(shrunk, up.mean - down.mean, rank)
     bias = math.log(up.count / down.count) - float((up.mean + down.mean) @ weight) / 2
     return LinearProbe(
         weight.astype(np.float32), bias, *stream, pooling=pooling, model=model, template=template
@@ -321,9 +323,11 @@ def whitening(sums: Sums, floor: float = 1e-6) -> Whitening:
     """
     if not 0 < floor <= 1:
         raise SpecError(f"floor is {floor!r}; it must be a number above 0, at most 1.")
-    values, vectors = np.linalg.eigh(_scatter(sums) / sums.count)
-    if values[-1] <= 0:
+    scatter = _scatter(sums)
+    # If all rows are the same, the scatter has only the rounding errors of the mean's square.
+    if np.trace(scatter) <= 1e-12 * (sums.x @ sums.mean):
         raise SpecError("the rows are all the same; they cannot be whitened.")
+    values, vectors = np.linalg.eigh(scatter / sums.count)
     matrix = (vectors / np.sqrt(values.clip(floor * values[-1]))) @ vectors.T
     return Whitening(sums.mean, matrix)
 
@@ -335,8 +339,13 @@ def _scatter(sums: Sums) -> Floats:
         raise SpecError(str(error)) from None
 
 
-def _solve(matrix: Floats, vector: Floats) -> Floats:
+def _solve(matrix: Floats, vector: Floats, rank: int) -> Floats:
     """Solve a linear system whose matrix is symmetric and positive semi-definite.
+
+    Args:
+        rank: the largest rank that the matrix can have without rounding. If the rows have a large
+            mean, the pivots of a singular matrix are rounding errors of the mean's square, and do
+            not show that the matrix is singular.
 
     Raises:
         SpecError: the matrix is singular.
@@ -344,7 +353,8 @@ def _solve(matrix: Floats, vector: Floats) -> Floats:
     factor, failed = torch.linalg.cholesky_ex(torch.from_numpy(matrix))
     pivots = factor.diagonal() ** 2
     # A smaller pivot is no larger than the rounding error of the largest pivot.
-    if not failed and pivots.min() > len(matrix) * np.finfo(np.float64).eps * pivots.max():
+    least = len(matrix) * np.finfo(np.float64).eps * pivots.max()
+    if rank >= len(matrix) and not failed and pivots.min() > least:
         found = torch.cholesky_solve(torch.from_numpy(vector)[:, None], factor)
         return np.asarray(found[:, 0], np.float64)
     raise SpecError(

@@ -171,10 +171,14 @@ class LinearProbe:
                 labels as rows.
         """
         from sklearn.linear_model import LogisticRegression
+        from sklearn.preprocessing import StandardScaler
 
         rows = as_rows(rows)
         truth = _checked_labels(rows, labels).reshape(-1)
         scores = self.scores(rows).detach().cpu().double().numpy().reshape(-1, 1)
+        # Without a scaler, scikit-learn would stop at the slope 0 if all scores are small.
+        scaler = StandardScaler()
+        scores = scaler.fit_transform(scores)
         # With the targets 0 and 1, perfectly separated rows would make the slope infinite. Platt's
         # targets are a little above 0 and a little below 1. Each row occurs two times, first with
         # the label True and the weight `target`, then with the label False and 1 - target.
@@ -185,8 +189,10 @@ class LinearProbe:
             np.repeat([True, False], len(scores)),
             sample_weight=np.concatenate([target, 1 - target]),
         )
-        calibration = Calibration(fitted.coef_[0, 0], fitted.intercept_[0])
-        return replace(self, calibration=calibration)
+        slope, offset = fold(
+            fitted.coef_[0], float(fitted.intercept_[0]), scaler.mean_, scaler.scale_
+        )
+        return replace(self, calibration=Calibration(slope[0], offset))
 
     def auroc(self, rows: Rows, labels: Labels) -> float:
         """How often a row with the concept has a higher score than a row without the concept.

@@ -276,7 +276,13 @@ def _maps(tensors: Tensors, path: Path, site: str) -> dict[SiteLayer, Affine]:
             raise SpecError(
                 f"{path} has {shown(name)}; a lens has LAYER.weight, and maybe LAYER.bias."
             )
-        found.setdefault(int(match[1]), {})[match[2]] = tensor
+        of_layer = found.setdefault(int(match[1]), {})
+        if match[2] in of_layer:
+            raise SpecError(
+                f"{path} has {shown(name)}, which is a second {match[2]} of layer "
+                f"{int(match[1])}; a lens has one map for each layer. Keep one of the two."
+            )
+        of_layer[match[2]] = tensor
     for layer, one in found.items():
         if "weight" not in one:
             raise SpecError(f"{path} has {layer}.bias and no {layer}.weight.")

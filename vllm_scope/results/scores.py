@@ -347,10 +347,17 @@ def positions_of(parts: Sequence[Part]) -> Ints:
 
 
 class Named(Mapping[str, T]):
-    """Values of a result, by the names in the request. A value is computed when it is accessed."""
+    """Values of a result, by the names in the request. A value is computed when it is accessed. A
+    pickled mapping, or a copy of the mapping, has all values and no rows."""
 
     def __init__(self, names: Collection[str], table: ScoreTable, of: Snapshot) -> None:
         self._names, self._table, self._of = names, table, of
+
+    def __getstate__(self) -> dict[str, object]:
+        # The arrived numbers are not pickled. The own table has every value, and therefore never
+        # uses a snapshot.
+        names, table = list(self._names), self._table.own(self._of)
+        return {**self.__dict__, "_names": names, "_table": table, "_of": None}
 
     def _check(self, name: str, whose: str, there: str) -> None:
         """Raise KeyError if the request has no such name."""

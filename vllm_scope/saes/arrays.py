@@ -25,7 +25,7 @@ from torch import Tensor
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import Place
-from vllm_scope.vectors.containers import read_bytes, read_npy_header
+from vllm_scope.vectors.containers import check_new, read_bytes, read_npy_header
 
 Tensors = dict[str, Tensor]
 Config = TypeVar("Config")
@@ -85,6 +85,7 @@ def map_npz(path: Path) -> Tensors:
                     raise ValueError(f"{shown(info.filename)} does not have floats in C order")
                 array = np.frombuffer(view, dtype, int(np.prod(shape, dtype=object)), start)
                 name = info.filename.removesuffix(".npy")
+                check_new(name, tensors)
                 tensors[name] = torch.from_numpy(array.reshape(shape))
     except OSError:
         raise

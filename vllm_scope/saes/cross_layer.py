@@ -100,8 +100,8 @@ class CrossLayerTranscoder:
             [..., d_out], float32.
 
         Raises:
-            SpecError: the CLT does not have the layer, `features` has a wrong number of layers or a
-                wrong shape, weights are not finite, `x` is missing although the layer has a skip
+            SpecError: the CLT does not have the layer, `features` has a wrong number of layers, a
+                shape is wrong, weights are not finite, `x` is missing although the layer has a skip
                 matrix, or `x` is given although the layer has no skip matrix.
         """
         self._check_layer(layer)
@@ -124,8 +124,8 @@ class CrossLayerTranscoder:
                     f"[..., {self.encoders[i].d_sae}]"
                 )
             found = found + some.float() @ self._finite(i, self.decoders[i][:, layer - i])
-        if x is not None and encoder.skip is not None:
-            found = found + x.float() @ encoder.skip.float().T
+        if x is not None:
+            found = found + encoder.skipped(x)
         return found
 
     def decoder_of(self, layer: int, index: int) -> Tensor:

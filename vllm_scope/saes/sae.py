@@ -242,9 +242,19 @@ class Sae:
             part = features[..., pick]
             rows = rows + (part / _norms(weight) if self.unit_decoder else part) @ weight
         rows = rows.expand(*features.shape[:-1], -1)
-        if x is not None and self.skip is not None:
-            rows = rows + self._checked(x, self.d_model, "x") @ self._read("skip", slice(None)).T
+        if x is not None:
+            rows = rows + self.skipped(x)
         return rows / self.input_scale if self.output is None else rows
+
+    @torch.no_grad()
+    def skipped(self, x: Tensor) -> Tensor:
+        """The result of skip x for the rows x that were encoded, float32 [..., d_out]. There must
+        be a skip matrix.
+
+        Raises:
+            SpecError: the shape of `x` is wrong, or the skip matrix is not finite.
+        """
+        return self._checked(x, self.d_model, "x") @ self._read("skip", slice(None)).T
 
     @torch.no_grad()
     def feature(self, index: int) -> Feature:

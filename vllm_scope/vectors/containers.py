@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from io import BytesIO
 from pathlib import Path
 from tokenize import TokenError
@@ -95,6 +95,7 @@ def read_npz(data: bytes) -> Arrays:
             check_compression(archive)
             for info in archive.infolist():
                 name = info.filename.removesuffix(".npy")
+                check_new(name, arrays)
                 arrays[name] = _read_npy(archive.read(info), name)
     except SpecError:
         raise
@@ -112,6 +113,13 @@ def check_compression(archive: zipfile.ZipFile) -> None:
                 f"{shown(info.filename)} is compressed with method {info.compress_type} of zip; "
                 "save the arrays with numpy.savez or numpy.savez_compressed."
             )
+
+
+def check_new(name: str, known: Container[str]) -> None:
+    """Raises SpecError if an .npz has another array with this name. A zip archive can have several
+    members with one name."""
+    if name in known:
+        raise SpecError(f"the .npz has two arrays with the name {shown(name)}; keep one of them.")
 
 
 def read_npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:

@@ -133,11 +133,12 @@ def test_white_rows_have_the_identity_as_their_covariance(rows, found):
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(("num_rows", "mean"), [(WIDTH, 0), (WIDTH, 50), (6, 0)])
-def test_too_few_rows_are_found_whatever_their_rounding(seed, num_rows, mean):
+@pytest.mark.parametrize("scale", [1, 1000])
+@pytest.mark.parametrize(("num_rows", "mean"), [(WIDTH, 0), (WIDTH, 50), (WIDTH, 1000), (6, 0)])
+def test_too_few_rows_are_found_whatever_their_rounding(seed, num_rows, mean, scale):
     """As many rows as numbers have a covariance of one rank less."""
     rng = np.random.default_rng(seed)
-    scales = np.where(np.arange(WIDTH) == 3, 1000, 1)
+    scales = np.where(np.arange(WIDTH) == 3, scale, 1)
 
     def in_halves(count: int) -> dict[tuple[str, int, str], Sums]:
         made = rng.standard_normal((count, WIDTH)) * scales + mean
@@ -145,8 +146,18 @@ def test_too_few_rows_are_found_whatever_their_rounding(seed, num_rows, mean):
 
     with pytest.raises(SpecError, match=r"is singular; take more"):
         ridge_probe(in_halves(num_rows), STREAM, alpha=0, targets={"a": 1, "b": 0})
+    with pytest.raises(SpecError, match=r"is singular; take more"):
+        lda_probe(in_halves(num_rows), STREAM, "a", "b")
     fitted = ridge_probe(in_halves(3 * WIDTH), STREAM, alpha=0, targets={"a": 1, "b": 0})
     assert np.isfinite(fitted.weight).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 1000])
+def test_rows_that_are_all_the_same_are_not_whitened(count):
+    """The squares of such rows and the square of their mean differ by rounding."""
+    same = np.tile(np.linspace(0.1, 7.7, WIDTH), (count, 1))
+    with pytest.raises(SpecError, match="the rows are all the same"):
+        whitening(sums_of(same))
 
 
 def test_bad_input_is_refused_in_one_sentence(found):

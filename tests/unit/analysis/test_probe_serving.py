@@ -177,6 +177,19 @@ def test_a_calibrated_probability_is_the_frequency_of_the_concept():
     assert np.isfinite([apart.calibration.slope, apart.calibration.offset]).all()
 
 
+@pytest.mark.parametrize("scale", [1e-12, 1e-4, 1.0, 1e8])
+def test_a_calibration_does_not_depend_on_the_size_of_the_scores(scale):
+    rng = np.random.default_rng(0)
+    labels = rng.random(200) < 0.4
+    scores = torch.from_numpy(np.where(labels, 1.0, -1.0) + rng.normal(size=200))[:, None].float()
+    expected, found = (
+        LinearProbe([size], 0.0, *STREAM).calibrated(scores, labels).probabilities(scores)
+        for size in (1.0, scale)
+    )
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    assert float(expected[labels].mean() - expected[~labels].mean()) > 0.3
+
+
 def test_token_rows_are_one_for_each_token():
     results = [
         TensorResult({STREAM: torch.full((2, 3), 1.0, dtype=torch.bfloat16)}),

@@ -110,6 +110,7 @@ def test_another_file_is_refused_in_one_sentence(tmp_path):
     for tensors, said, words in (
         ({"J": weight}, {}, "has 'J'; a lens has LAYER.weight, and maybe LAYER.bias"),
         ({"1.bias": weight[0]}, {}, "has 1.bias and no 1.weight"),
+        ({"1.weight": weight, "01.weight": weight + 1}, {}, "is a second weight of layer 1"),
         ({"1.weight": weight[:2]}, {}, r"has torch.float32 [2, 6]; it must be of floats, [6, 6]"),
         ({"1.weight": weight.int()}, {}, "has torch.int32 [6, 6]; it must be of floats"),
         ({"1.weight": weight, "1.bias": weight + 1}, {}, "it must be of floats, [6]"),

@@ -133,12 +133,13 @@ def test_features_are_found_by_name_beside_scores(road):
     assert (list(result.scores), list(result.features)) == (["p"], ["some"])
     assert (result.status, result.expected, result.delivered) == ("complete", 8, 8)
     assert repr(result) == "ScopeResult(complete, 0 streams, 1 probes, 1 features, 8 of 8 values)"
+    alone, whole = (pickle.loads(pickle.dumps(one)) for one in (result.features, result))
     some = result.features["some"]
     # The probe has the first number of the bank.
     assert some.dense(9).tolist() == [number_of(POINT, 1, p, 0) for p in range(4)]
     assert some.dense(4).tolist() == [number_of(POINT, 2, p, 0) for p in range(4)]
-    again = pickle.loads(pickle.dumps(result)).features["some"]
-    assert torch.equal(again.values, some.values)
+    for again in (alone["some"], whole.features["some"]):
+        assert torch.equal(again.values, some.values)
     with pytest.raises(KeyError, match="no features of this request are called 'p'; it has: some"):
         result.features["p"]
 

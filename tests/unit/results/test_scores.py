@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import pickle
@@ -284,6 +285,23 @@ def test_a_pickled_result_has_its_scores_aggregates_and_verdicts(looked_at, road
     assert again.verdicts == result.verdicts == {"top": Verdict(first, scores[first])}
     twice = pickle.loads(pickle.dumps(again))
     assert torch.equal(twice.scores["top"], result.scores["top"])
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda some: pickle.loads(pickle.dumps(some))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_a_copy_of_the_scores_alone_has_all_scores(copied, road):
+    _, result = _full(road)
+    again, aggregates = copied(copied(result.scores)), copied(result.aggregates)
+    assert repr(again) == repr(result.scores)
+    for name in result.scores:
+        assert torch.equal(again[name], result.scores[name])
+        assert torch.equal(again.positions(name), result.scores.positions(name))
+    assert list(aggregates) == list(result.aggregates)
+    for name in result.aggregates:
+        assert torch.equal(aggregates[name], result.aggregates[name])
 
 
 @pytest.mark.parametrize("lost", [False, True])

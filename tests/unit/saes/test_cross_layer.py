@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from tests.clts import write_clt
 from tests.unit.saes.published import save
@@ -130,3 +131,18 @@ def test_a_worker_holds_the_encoder_of_each_layer_and_no_decoder(tmp_path):
         values = held[f"clt.{i}"].pack(rows, 9).view(torch.float32)[:, 9:18]
         best = torch.from_numpy(written.encode(i, rows.double().numpy())).topk(9).values
         torch.testing.assert_close(values.double(), best, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_a_skip_matrix_cannot_take_are_refused(tmp_path):
+    written = write_clt(tmp_path / "clt", LAYERS, WIDTH, D_SAE, skips=True)
+    features = [torch.ones(2, D_SAE)]
+    with pytest.raises(
+        SpecError, match=r"x is torch.float32 \[2, 9\]; it must be floats, \[\.\.\."
+    ):
+        load_clt(written.path).decode(features, 0, torch.ones(2, 9))
+    file = written.path / "W_enc_0.safetensors"
+    tensors = load_file(file)
+    tensors["W_skip_0"][1, 2] = np.nan
+    save(file, tensors)
+    with pytest.raises(SpecError, match="the skip has a number that is not finite"):
+        load_clt(written.path).decode(features, 0, torch.ones(2, WIDTH))

@@ -280,6 +280,14 @@ def test_a_compressed_npz_is_refused(tmp_path):
     assert "is not an .npz" in refused(tmp_path, place=("resid_post", 1))
 
 
+def test_an_npz_with_two_arrays_of_one_name_is_refused(tmp_path):
+    path = tmp_path / "params.npz"
+    np.savez(path, **random_weights("b_enc", "threshold"))
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("b_enc", archive.read("b_enc.npy"))
+    assert "has two arrays with the name 'b_enc'" in refused(tmp_path, place=("resid_post", 1))
+
+
 class Ran:
     def __reduce__(self) -> tuple[Any, ...]:
         return (Path("ran").touch, ())

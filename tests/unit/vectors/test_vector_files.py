@@ -313,6 +313,14 @@ def test_an_npz_is_unpacked_only_if_its_members_are_stored_or_deflated(method, d
         containers.read_npz(data)
 
 
+def test_an_npz_with_two_arrays_of_one_name_is_refused():
+    file = BytesIO(npz_of(npy_of(VECTOR), "5.npy"))
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr("5", npy_of(VECTOR + 1))
+    with pytest.raises(SpecError, match=r"the \.npz has two arrays with the name '5'; keep one"):
+        containers.read_npz(file.getvalue())
+
+
 def npz_of(member: bytes, name: str = "5.npy", method: int = zipfile.ZIP_STORED) -> bytes:
     file = BytesIO()
     with zipfile.ZipFile(file, "w", method) as archive:

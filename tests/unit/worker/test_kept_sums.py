@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from vllm_scope.program.layout import Layout
 from vllm_scope.request.heads import Summed
 from vllm_scope.request.resolved import ResolvedMoments
 from vllm_scope.request.selectors import Word
+from vllm_scope.worker.device_sums import DeviceSums
 from vllm_scope.worker.packer import first_slots
 from vllm_scope.worker.summing import Summing
 
@@ -100,3 +102,17 @@ def test_products_that_a_reading_cannot_make_are_missing(monkeypatch):
     found = read(summing)
     assert (found.count, found.missing) == (10, 6)
     assert (found.xx == 4).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 257, 1025])
+def test_sums_of_rows_of_an_odd_width_are_those_of_the_rows(width, dtype):
+    rows = torch.randn(300, width).to(dtype)
+    size = bytes_of(width, dtype.itemsize, True, True)
+    assert size % 8 == 0, "the sums behind these sums would not be aligned"
+    made = DeviceSums(torch.empty(size, dtype=torch.uint8), width, dtype, True, True)
+    for at in np.array_split(np.arange(len(rows)), 3):
+        made.add(lambda some: rows[torch.from_numpy(some)], at, np.ones(len(at)))
+    found, exact = Sums.of_packed(made.read()), rows.double().numpy()
+    np.testing.assert_allclose(found.x, exact.sum(0), atol=1e-9)
+    np.testing.assert_allclose(found.xx, exact.T @ exact, atol=1e-9)
