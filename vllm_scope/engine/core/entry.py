@@ -17,6 +17,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from vllm_scope.core.news import digest_of, know_digest, packed_of
@@ -46,8 +47,9 @@ from vllm_scope.program.layout import Widths
 from vllm_scope.program.lens_rows import num_lens_rows
 from vllm_scope.program.operations import Cost, LogRange
 from vllm_scope.request.resolve_edits import check_stages
-from vllm_scope.request.resolved import Resolved, ResolvedEdit
+from vllm_scope.request.resolved import Resolved, ResolvedEdit, ResolvedProbe
 from vllm_scope.request.selectors import Ids, Selector
+from vllm_scope.request.sites import Sites
 from vllm_scope.request.spec import Spec
 from vllm_scope.request.ticket import Ticket
 from vllm_scope.vectors import load_vectors
@@ -224,7 +226,7 @@ class CoreScope:
 
     def _cost_of(self, edits: tuple[ResolvedEdit, ...], monitors: str | None) -> Cost:
         """The Cost of a request with only server-wide edits and monitors."""
-        probes = () if monitors is None else Spec.from_json(monitors).resolve(self.sites).probes
+        probes = () if monitors is None else _probes_of(monitors, self.sites)
         # One prompt token and some generated tokens give the right count, because server-wide edits
         # apply to all prompt tokens, to all generated tokens, or to all tokens (registry.TIERS).
         program = RequestProgram.compile(
@@ -241,6 +243,11 @@ class CoreScope:
                 "edited and plain requests. Start the engine without this connector, or with "
                 f"{' or '.join(CONNECTORS_BY_HASH)}. Reads and probes are still possible."
             )
+
+
+@lru_cache(maxsize=1)  # a controller changes edits often, and 64 monitors take 20 ms
+def _probes_of(monitors: str, sites: Sites) -> tuple[ResolvedProbe, ...]:
+    return Spec.from_json(monitors).resolve(sites).probes
 
 
 def _first(selectors: set[Selector], ids: Ids) -> int | None:
