@@ -90,7 +90,7 @@ class _OfAsync(_Listening):
         return text
 
     def set(self, text: str | None) -> None:
-        self._call("scope_set_edits", text)
+        self._call("scope_set_edits", text, monitors.spec_of(self._engine.vllm_config))
 
     @property
     def on_its_loop(self) -> bool:
@@ -152,7 +152,8 @@ find_edits_by(edits_of)
 
 def _set(engine: LLMEngine, text: str | None) -> None:
     """Set the server-wide edits. Only the caller's thread calls this function."""
-    engine.collective_rpc("scope_set_edits", args=(text,))
+    args = text, monitors.spec_of(engine.vllm_config)
+    engine.collective_rpc("scope_set_edits", args=args)
 
 
 def flush(engine: LLMEngine) -> None:

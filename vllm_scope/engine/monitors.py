@@ -45,6 +45,7 @@ from vllm_scope.engine.frontend.connection import (
     connect_sync,
     connections,
     needs_connection,
+    refusing,
 )
 from vllm_scope.engine.frontend.prepared import NO_TAPS
 from vllm_scope.engine.judge import Judge, tallied
@@ -59,7 +60,7 @@ from vllm_scope.request.actions.probing import MONITOR
 from vllm_scope.request.cascade import check_cascades
 from vllm_scope.request.selectors import Selector
 from vllm_scope.request.sites import Sites
-from vllm_scope.request.spec import Spec, check_stopping
+from vllm_scope.request.spec import MAX_SPEC_BYTES, Spec, check_stopping
 from vllm_scope.server.peers import Peers
 from vllm_scope.server.shared import Shared
 from vllm_scope.vectors.probe_weights import from_safetensors
@@ -67,6 +68,8 @@ from vllm_scope.vectors.probe_weights import from_safetensors
 #: The possible actions of a monitor when the value of its probe is above the threshold.
 ACTIONS = ("flag", "stop", "escalate")
 MOST_MONITORS = 64
+#: The remote call that asks EngineCore for room (engine.core.entry).
+_CHECK = "scope_check_monitors"
 #: The part of error texts that says where `file` and `url` are allowed.
 AT_START = "in additional_config={'scope': {'monitors': ...}}, at the engine's start"
 
@@ -194,8 +197,15 @@ def check(monitors: tuple[Monitor, ...], sites: Sites, num_stages: int, limits: 
                 f"monitors[{monitor.name!r}].{field} is {shown(value.removeprefix(MONITOR))}, and "
                 f"this engine has {num_stages} pipeline stages, which cannot do that; {instead}."
             )
-    if not monitors:
+    whole = _text_of(monitors)
+    if whole is None:
         return
+    if len(whole) > MAX_SPEC_BYTES:
+        raise SpecError(
+            f"these {len(monitors)} monitors are a spec of {len(whole):,} characters, which every "
+            f"request would have; a spec has at most {MAX_SPEC_BYTES:,}. Set fewer monitors, or "
+            "monitors with smaller weights."
+        )
     asked = Spec(probes=tuple(monitor.probe for monitor in monitors)).resolve(sites)
     try:
         check_room(asked, [0], 1, sites, limits, 0)
@@ -323,7 +333,21 @@ def _looked_up(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
     return _monitors.put(vllm_config, configured(vllm_config))
 
 
-def set_monitors(engine: Engine, bodies: object, connection: Connection) -> None:
+def spec_of(vllm_config: VllmConfig) -> str | None:
+    """The text of a spec that has only the monitors' probes; None if there are no monitors."""
+    return _text_of(monitors_of(vllm_config))
+
+
+def _text_of(monitors: tuple[Monitor, ...]) -> str | None:
+    return translators.text_of(tuple(m.probe for m in monitors)) if monitors else None
+
+
+def set_monitors(
+    engine: Engine,
+    bodies: object,
+    connection: Connection,
+    ask: Callable[[str], object] = lambda _: None,
+) -> None:
     """Replace an engine's monitors, in this process and in the other API server processes. The new
     monitors are added to requests that enter later, but not to the prepared requests of a sweep or
     harvest that already runs (frontend.alike).
@@ -333,10 +357,13 @@ def set_monitors(engine: Engine, bodies: object, connection: Connection) -> None
             fields `file` and `url`, because a caller is allowed to send numbers, but no paths and
             no addresses. An empty mapping removes all monitors.
         connection: the engine's sites and limits.
+        ask: asks EngineCore whether there is room for the monitors, which are the text of a spec,
+            and the server-wide edits together.
 
     Raises:
         SpecError: a monitor is malformed, or the engine does not support a monitor, or does not
-            have enough room for all monitors. In this case, no monitor is changed.
+            have enough room for all monitors and the server-wide edits. In this case, no monitor is
+            changed.
         OSError: the file that API servers share cannot be written. In this case, no monitor is
             changed.
     """
@@ -348,6 +375,10 @@ def set_monitors(engine: Engine, bodies: object, connection: Connection) -> None
         raise SpecError(untapped(connection.reason))
     num_stages = engine.vllm_config.parallel_config.pipeline_parallel_size
     check(monitors, connection.sites, num_stages, connection.limits)
+    text = _text_of(monitors)
+    if text is not None:
+        with refusing():
+            ask(text)
     since = _since(monitors, monitors_of(engine.vllm_config))
     shared = _shared(engine.vllm_config)
     with _looking:
@@ -379,7 +410,11 @@ def set_on(engine: LLMEngine, bodies: object) -> None:
     if needs_connection(engine):
         connect_sync(engine)
     connection = _connection_of(engine)
-    set_monitors(engine, bodies, connection)
+
+    def ask(text: str) -> None:
+        engine.collective_rpc(_CHECK, args=(text,))
+
+    set_monitors(engine, bodies, connection, ask)
     ahead.send(engine, monitors_of(engine.vllm_config))
     _make_ready(engine, connection)
 
@@ -388,8 +423,15 @@ async def set_on_async(engine: AsyncLLM, bodies: object) -> None:
     """The same as `set_on`, but for an AsyncLLM."""
     if needs_connection(engine):
         await connect_async(engine)
-    connection = _connection_of(engine)
-    await asyncio.to_thread(set_monitors, engine, bodies, connection)
+    connection, loop = _connection_of(engine), asyncio.get_running_loop()
+
+    async def call(text: str) -> None:
+        await engine.collective_rpc(_CHECK, args=(text,))
+
+    def ask(text: str) -> None:
+        asyncio.run_coroutine_threadsafe(call(text), loop).result()
+
+    await asyncio.to_thread(set_monitors, engine, bodies, connection, ask)
     ahead.send_soon(engine, monitors_of(engine.vllm_config))
     await asyncio.to_thread(_make_ready, engine, connection)  # not on the event loop
 
@@ -404,10 +446,9 @@ def _connection_of(engine: Engine) -> Connection:
 def _make_ready(engine: Engine, connection: Connection) -> None:
     """Resolve and check the spec of a request that has only monitors. Without this function, the
     first request would have to do this work, and other requests would wait."""
-    monitors = monitors_of(engine.vllm_config)
-    if connection.reason is not None or not monitors:
+    text = spec_of(engine.vllm_config)
+    if connection.reason is not None or text is None:
         return
-    text = translators.text_of(tuple(monitor.probe for monitor in monitors))
     with suppress(SpecError):  # `check` has already checked the monitors
         connection.check(connection.resolve(Spec.from_json(text)), [0], 1)
 

@@ -88,7 +88,7 @@ class Inbox:
         self.generation = 0
         self._receiver = Receiver(
             self._on_rows, self._on_finish, lambda header: self.on_counters(header), self._on_lost,
-            forget_worker, self._on_decided,
+            forget_worker, self._on_decided, self._on_unread,
         )  # fmt: skip
 
     @property
@@ -160,24 +160,23 @@ class Inbox:
     def _on_rows(self, message: RowsMessage) -> None:
         arrived: dict[int, Pending] = {}
         first = self._first_number(message)
-        for layout, tokens, data in by_layout(
-            message.layouts, message.layout_of, message.boundary, message.widths, message.slots
-        ):
-            local = layout if message.boundary is None else layout.at(message.boundary)
-            pieces = pieces_of(layout, local, data, message.widths)
-            labels = np.stack([message.positions[tokens], first + tokens])
-            for key, some in by_key(message.keys[tokens]):
-                pending = self._pending.get(key)
-                if pending is not None and _added(pending, pieces, labels, some):
-                    arrived[key] = pending
         whole = False
         try:
+            for layout, tokens, data in by_layout(
+                message.layouts, message.layout_of, message.boundary, message.widths, message.slots
+            ):
+                local = layout if message.boundary is None else layout.at(message.boundary)
+                pieces = pieces_of(layout, local, data, message.widths)
+                labels = np.stack([message.positions[tokens], first + tokens])
+                for key, some in by_key(message.keys[tokens]):
+                    pending = self._pending.get(key)
+                    if pending is not None and _added(pending, pieces, labels, some):
+                        arrived[key] = pending
             # Copy now, because the worker may reuse the memory after `_on_rows` has returned.
             self._copiers.run([copy for one in arrived.values() for copy in one.copies()])
             whole = message.valid()
         except Exception:
-            for pending in arrived.values():
-                pending.lose(UNKEPT)
+            self._on_unread(message.keys)
             raise
         finally:
             for pending in arrived.values():
@@ -214,6 +213,14 @@ class Inbox:
             if pending is not None:
                 pending.lose(LATE, over=True)
         self.renew()
+
+    def _on_unread(self, keys: np.ndarray) -> None:
+        """Drop all rows of requests that lost some rows. Otherwise the row of a rejected draft
+        could stand for a lost row."""
+        for key in keys.tolist():
+            pending = self._pending.get(key)
+            if pending is not None:
+                pending.lose(UNKEPT)
 
     def _on_finish(self, header: FinishHeader) -> None:
         pending = self._pending.get(header.key)

@@ -26,6 +26,11 @@ from vllm_scope.transport.senders import Road, Sender, SharedSender, TcpSender
 
 logger = logging.getLogger("vllm.vllm_scope")
 
+UNSENT = (
+    "a worker could not send some rows of the request to this process; the worker's log contains "
+    "the reason. Send the request again, or read fewer layers or tokens."
+)
+
 
 class MemorySink:
     """Sends each labelled batch to the front-ends of the requests in the batch.
@@ -48,6 +53,9 @@ class MemorySink:
         self._frontend_of: dict[int, str] = {}
         #: Like `_frontend_of`, but only for requests whose rows are sent to the front-end.
         self._reads: dict[int, str] = {}
+        #: The keys of running requests that lost rows because a message could not be sent. These
+        #: requests fail, because the row of a rejected draft could stand for a lost row.
+        self._unsent: set[int] = set()
         self._num_bytes = 0
         #: The lease of the last call of `_give_up`, and for each front-end the number of messages
         #: that the front-end had read at this call.
@@ -123,22 +131,23 @@ class MemorySink:
             one = set(self._senders) if len(self._senders) == 1 and of else None
             frontends = one or {of[k] for k in np.unique(batch.labels.keys).tolist() if k in of}
             for frontend in frontends:
+                sent = False
                 with self._guarded("rows of a step", frontend):
                     self._senders[frontend].send_rows(batch)
                     self._num_bytes += batch.nbytes
+                    sent = True
+                if not sent:
+                    keys = np.unique(batch.labels.keys).tolist()
+                    self._unsent.update(key for key in keys if of.get(key) == frontend)
 
     def finish(
         self, key: int, error: str | None, manifests: dict[str, Manifest] | None = None
     ) -> None:
-        """Send the end of a request to its front-end. Characters that cannot be encoded are
-        replaced in the text of the error. Otherwise the message could not be sent, and the sender
-        of the request would wait forever."""
-        error = None if error is None else plain(error)
+        """Send the end of a request to its front-end."""
         with self._lock:
-            frontend = self._frontend_of.pop(key, None)
-            self._reads.pop(key, None)
+            frontend, told = self._end(key, error)
             if frontend is not None:
-                self._senders[frontend].send_finish(key, self._stage, error, manifests or {})
+                self._senders[frontend].send_finish(key, self._stage, told, manifests or {})
 
     def finish_all(self, ends: Sequence[tuple[int, str | None]]) -> None:
         """Send the ends of several requests, with one message to each front-end. `ends` has (key,
@@ -146,14 +155,23 @@ class MemorySink:
         found: dict[str, list[tuple[int, str | None]]] = {}
         with self._lock:
             for key, error in ends:
-                frontend = self._frontend_of.pop(key, None)
-                self._reads.pop(key, None)
+                frontend, told = self._end(key, error)
                 if frontend is not None:
-                    end = key, None if error is None else plain(error)
-                    found.setdefault(frontend, []).append(end)
+                    found.setdefault(frontend, []).append((key, told))
             for frontend, some in found.items():
                 with self._guarded(f"the ends of {len(some)} requests", frontend):
                     self._senders[frontend].send_ends(some, self._stage)
+
+    def _end(self, key: int, error: str | None) -> tuple[str | None, str | None]:
+        """Forget a request. Returns the front-end that must get the end of the request, if any, and
+        the text of the error. Characters that cannot be encoded are replaced in this text.
+        Otherwise the message could not be sent, and the sender of the request would wait forever.
+        """
+        self._reads.pop(key, None)
+        if key in self._unsent:
+            self._unsent.remove(key)
+            error = error or UNSENT
+        return self._frontend_of.pop(key, None), None if error is None else plain(error)
 
     @staticmethod
     @contextmanager
@@ -214,6 +232,7 @@ class MemorySink:
             self._senders.clear()
             self._frontend_of.clear()
             self._reads.clear()
+            self._unsent.clear()
 
     def _forget_dead(self) -> None:
         dead = {frontend for frontend, sender in self._senders.items() if sender.dead}
@@ -221,3 +240,4 @@ class MemorySink:
             self._senders.pop(frontend).close()
         self._frontend_of = {k: f for k, f in self._frontend_of.items() if f not in dead}
         self._reads = {k: f for k, f in self._reads.items() if f not in dead}
+        self._unsent &= self._reads.keys()

@@ -173,9 +173,18 @@ class Router:
         if routed is None:
             return
         for thread, delivery in routed.deliveries.values():
-            arrival = delivery.arrival(layout, positions, data, widths)
-            if arrival is not None:
-                thread.put(delivery, arrival)
+            try:
+                arrival = delivery.arrival(layout, positions, data, widths)
+                if arrival is not None:
+                    thread.put(delivery, arrival)
+            except Exception as error:
+                # Without free memory, the rows cannot be copied. The other requests continue.
+                logger.exception("vllm-scope: rows could not be given to the sink %r", thread.name)
+                delivery.error = delivery.error or (
+                    f"the sink {thread.name!r} did not get some rows ({type(error).__name__}); the "
+                    "worker's log contains the reason. Send the request again when other requests "
+                    "have finished."
+                )
 
     def finish(self, key: int, error: str | None) -> None:
         with self._lock:

@@ -21,6 +21,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -90,6 +91,8 @@ class Receiver:
         on_lost: The receiver calls this function if a worker has revoked this front-end. The
             argument has the keys of the requests whose rows were read too late. If a worker revokes
             the front-end while `on_rows` copies rows, the message's `valid` returns False.
+        on_unread: The receiver calls this function if the header of a message with rows can be read
+            and its rows cannot. The argument has the keys of the requests of these rows.
         on_gone: When a new worker connects, the receiver calls this function with the identity of
             each ring whose worker has ended, or has had no TCP connection for FORGET_S seconds.
     """
@@ -102,6 +105,7 @@ class Receiver:
         on_lost: Callable[[np.ndarray], None] = lambda _: None,
         on_gone: Callable[[int], None] = lambda _: None,
         on_decided: Callable[[DecidedHeader], None] = lambda _: None,
+        on_unread: Callable[[np.ndarray], None] = lambda _: None,
     ) -> None:
         folder, holder = _make_folder()
         pid = os.getpid()
@@ -112,6 +116,7 @@ class Receiver:
         self._on_rows, self._on_finish = on_rows, on_finish
         self._on_counters, self._on_lost = on_counters, on_lost
         self._on_gone, self._on_decided = on_gone, on_decided
+        self._on_unread = on_unread
         self._rings = MappedRings(lambda identity: self._on_gone(identity))
         self._sessions: dict[int, _Session] = {}
         #: Maps a connection to its session. `_say_goodbye` sends CLOSED over each connection.
@@ -221,17 +226,36 @@ class Receiver:
             ring, reader = self._rings.get(header.ring), header.reader
             try:
                 if not ring.revoked(reader):
-                    message = header.received(ring.slots(header.start, header.stop))
-                    message.valid = lambda: not ring.revoked(reader)
-                    self._on_rows(message)
+                    slots = partial(ring.slots, header.start, header.stop)
+                    self._read_rows(header, slots, lambda: not ring.revoked(reader))
             finally:
                 ring.acknowledge(reader, header.message)
                 if ring.revoked(reader):
-                    self._on_lost(np.unique(np.frombuffer(header.keys, np.int64)))
+                    self._on_lost(_keys_of(header))
         elif isinstance(header, SharedHello):
             self._local.send_multipart([peer, encode(self._rings.answer(header))])
         else:
             self._take_news(header)
+
+    def _read_rows(
+        self,
+        header: RowsHeader,
+        slots: Callable[[], torch.Tensor],
+        valid: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Give the rows of a message to `on_rows`.
+
+        Args:
+            slots: returns the message's slots.
+            valid: the attribute of RowsMessage.
+        """
+        try:
+            message = header.received(slots())
+        except Exception:
+            self._on_unread(_keys_of(header))
+            raise
+        message.valid = valid
+        self._on_rows(message)
 
     # TCP
 
@@ -283,13 +307,18 @@ class Receiver:
         try:
             header = decode(frames[0].buffer)
             if isinstance(header, RowsHeader):
-                self._on_rows(header.received(_slots_of(header, frames[1])))
+                self._read_rows(header, lambda: _slots_of(header, frames[1]))
             else:
                 if isinstance(header, CountersHeader):
                     session.worker = header.worker
                 self._take_news(header)
         except Exception:
             logger.exception("vllm-scope: a message could not be read")
+
+
+def _keys_of(header: RowsHeader) -> np.ndarray:
+    """The distinct keys of the requests whose rows a message has."""
+    return np.unique(np.frombuffer(header.keys, np.int64))
 
 
 def _slots_of(header: RowsHeader, frame: zmq.Frame) -> torch.Tensor:

@@ -176,6 +176,10 @@ class Deliverer:
                 if id(step) not in lost:
                     run.append(step)
             self._write_joined(run)
+        except Exception:
+            for step in steps:
+                self._filler.lose(step.labels)
+            raise
         finally:
             for step in steps:
                 step.lease.release()

@@ -39,10 +39,10 @@ HEAD_FAILED = (
     "have finished, or start the server with a smaller gpu_memory_utilization."
 )
 ROWS_LOST = (
-    "some rows could not be copied from the device, and the engine decodes speculatively, so that "
-    "earlier rows of the same positions can belong to rejected tokens; the worker's log contains "
-    "the reason. Send the request again when other requests have finished, or start the server "
-    "with a smaller gpu_memory_utilization."
+    "some rows could not be delivered, and the engine decodes speculatively, so that earlier rows "
+    "of the same positions can belong to rejected tokens; the worker's log contains the reason. "
+    "Send the request again when other requests have finished, or start the server with a smaller "
+    "gpu_memory_utilization."
 )
 
 
@@ -155,7 +155,7 @@ class Filler:
             if len(steps) == 1:
                 # After this error, the engine and all later steps continue.
                 logger.exception("vllm-scope: rows could not be delivered")
-                self._lost(steps[0].labels)
+                self.lose(steps[0].labels)
                 return ()
         return [one for step in steps for one in self._filled([step])]
 
@@ -202,7 +202,7 @@ class Filler:
             copied.record()
             region.fence.set()
         if not whole:
-            self._lost(labels)
+            self.lose(labels)
         return copied if whole else None, positions
 
     def _fill(
@@ -225,7 +225,7 @@ class Filler:
         self.failed.update(dict.fromkeys(keys, why))
         self._forget(keys)
 
-    def _lost(self, labels: Labels) -> None:
+    def lose(self, labels: Labels) -> None:
         """Stop keeping scores of requests that lost rows. These requests report the lost rows as
         dropped. With drafts, these requests fail, because the row of a rejected draft could
         otherwise replace a lost row."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -257,6 +258,27 @@ def test_server_wide_edits_that_no_request_could_hold_are_refused(count):
     assert engine.registry.server is None
 
 
+@pytest.mark.parametrize("num_monitors", [1, 2])
+def test_edits_and_monitors_for_which_no_request_has_room_together_are_refused(num_monitors):
+    workers = _Workers(most=Cost(3, 5, 20))
+    registry = core._scope_of(workers.engine).registry
+    edits = scope(*(Add(v, layer=0) for v in (V, W)))["scope"]
+    probes = [Probe([i + 7.0] * 4, layer=1, name=f"monitor/{i}") for i in range(num_monitors)]
+    monitors = scope(*probes)["scope"]
+    fits = num_monitors == 1
+    refused = pytest.raises(SpecError, match=r"take 4 vectors, .* together.* has 3 vectors, ")
+    with nullcontext() if fits else refused:
+        workers.call("scope_set_edits", edits, monitors)
+    assert (registry.server is not None) == fits
+    workers.call("scope_set_edits", edits)
+    with nullcontext() if fits else refused:
+        workers.call("scope_check_monitors", monitors)
+    with nullcontext() if fits else pytest.raises(CapacityError, match="with the server's edits"):
+        _enter(core._scope_of(workers.engine), _request(*probes))
+    workers.call("scope_set_edits", None, monitors)
+    assert workers.call("scope_check_monitors", monitors) == [None]
+
+
 # KV blocks
 
 
@@ -381,9 +403,9 @@ def test_a_request_that_fails_while_it_enters_leaves_nothing_behind():
 class _Workers:
     """EngineCore.collective_rpc, and what the workers hear of it."""
 
-    def __init__(self, reason: str | None = None) -> None:
+    def __init__(self, reason: str | None = None, most: Cost | None = None) -> None:
         self.reason, self.heard, self.moved = reason, [], ()
-        self.engine = _EngineCore(scope=_core())
+        self.engine = _EngineCore(scope=_core(most))
 
     def original(self, engine, method, timeout, args, kwargs):
         self.heard.append(method)

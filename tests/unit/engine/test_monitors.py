@@ -366,6 +366,7 @@ def monitored(monkeypatch):
     engine = engine_of(1)
     limits = Limits((16,), 0, 100, 100, 100, 100)
     connections.put(engine.output_processor, Connection(SITES, None, 1, 1.0, limits, {}, {}))
+    engine.collective_rpc = lambda name, args: [None]
     monitors.set_on(engine, {"one": FLAG})
     yield engine
     monitors.set_on(engine, {})
@@ -411,6 +412,41 @@ def test_an_engine_with_monitors_does_not_start_on_a_model_without_taps(named):
     with pytest.raises(ConfigError, match=words) if named else nullcontext():
         worker._go_without_taps("no layers")
     assert worker.reason == "no layers"
+
+
+def test_monitors_whose_weights_no_spec_can_have_are_refused(monitored, monkeypatch):
+    """Otherwise every request would be refused."""
+    text = monitors.spec_of(monitored.vllm_config)
+    monkeypatch.setattr(monitors, "MAX_SPEC_BYTES", len(text))
+    monitors.set_on(monitored, {"two": FLAG})
+    with pytest.raises(SpecError, match=rf"^these 2 monitors .* at most {len(text)}\. Set fewer"):
+        monitors.set_on(monitored, {"two": FLAG, "three": FLAG})
+    assert names(monitored) == ["two"]
+
+
+def test_enginecore_is_asked_for_room_for_monitors_and_server_wide_edits_together(monitored):
+    asked = []
+
+    async def call(name, args):
+        asked.append((name, args))
+        if name == "scope_check_monitors":
+            raise RuntimeError("Call to collective_rpc method failed: there is no room")
+        return ["a digest"]
+
+    monitored.collective_rpc = call
+    calls, text = EngineCalls(monitored), monitors.spec_of(monitored.vllm_config)
+    assert asyncio.run(calls.set_edits("edits")) == "a digest"
+    with pytest.raises(SpecError, match=r"^there is no room$"):
+        asyncio.run(calls.set_monitors({"two": FLAG}))
+    assert names(monitored) == ["one"]
+    asyncio.run(calls.set_monitors({}))
+    asyncio.run(calls.set_edits("edits"))
+    assert asked == [
+        ("scope_set_edits", ("edits", text)),
+        ("scope_check_monitors", (text.replace("monitor/one", "monitor/two"),)),
+        ("scope_set_edits", ("edits", None)),
+    ]
+    monitored.collective_rpc = lambda name, args: [None]
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_a_request_whose_rows_cannot_be_kept_costs_its_neighbours_nothing(monkey
         inbox.close()
 
 
-@pytest.mark.parametrize("fails", ["room", "copy"])
+@pytest.mark.parametrize("fails", ["room", "copy", "layouts"])
 def test_the_row_of_a_rejected_draft_does_not_stand_for_a_row_that_could_not_be_kept(
     fails, monkeypatch
 ):
@@ -166,6 +166,10 @@ def test_the_row_of_a_rejected_draft_does_not_stand_for_a_row_that_could_not_be_
             if fails == "room":
                 broken.setattr(Table, "write", fail)
                 send(3)
+            elif fails == "layouts":
+                broken.setattr("vllm_scope.results.inbox.pieces_of", fail)
+                with pytest.raises(MemoryError):
+                    send(3)
             else:
                 broken.setattr(inbox._copiers, "run", fail)
                 with pytest.raises(MemoryError):

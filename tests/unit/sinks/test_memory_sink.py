@@ -17,7 +17,7 @@ from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, rows_in, slots_
 from vllm_scope import CapacityError, CompatError
 from vllm_scope.program.layout import Widths
 from vllm_scope.sinks import RowBatch
-from vllm_scope.sinks.memory import MemorySink
+from vllm_scope.sinks.memory import UNSENT, MemorySink
 from vllm_scope.transport.messages import Address, FinishHeader
 from vllm_scope.transport.receiver import Receiver
 from vllm_scope.transport.ring import MAX_READERS, HostRing
@@ -203,7 +203,34 @@ def test_rows_that_cannot_be_sent_to_a_front_end_take_none_of_the_others(
     two[1].wait_for(1)
     assert two[0].rows_of(0) == []
     assert [row[0] for row in two[1].rows_of(1)] == [1]
+    assert [end.error for front_end in two for end in front_end.finished] == [UNSENT, None]
     assert f"rows of a step could not be sent to front-end {two[0].name}" in caplog.text
+
+
+def test_a_request_whose_rows_could_not_be_sent_fails_and_its_neighbours_do_not(
+    sink, ring, two, monkeypatch
+):
+    """The row of a rejected draft could otherwise stand for a lost row of its position."""
+
+    def send(*_):
+        raise MemoryError
+
+    for key in range(3):
+        sink.add_request(key, two[0].name)
+    sink.leave_out_rows(2)
+    _write(sink, ring, [0, 1], [1, 1])
+    with monkeypatch.context() as broken:
+        broken.setattr(sink._senders[two[0].name], "send_rows", send)
+        _write(sink, ring, [0, 2], [1, 1])
+    _write(sink, ring, [0, 1], [1, 1])
+    for key in range(3):
+        sink.finish(key, "its own reason" if key == 2 else None)
+    two[0].wait_for(3)
+    assert [end.error for end in two[0].finished] == [UNSENT, None, "its own reason"]
+    sink.add_request(0, two[0].name)
+    sink.finish(0, None)
+    two[0].wait_for(4)
+    assert two[0].finished[-1].error is None
 
 
 def test_rows_wait_in_the_ring_for_the_slowest_front_end(sink, ring, two):

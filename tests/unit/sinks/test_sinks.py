@@ -33,6 +33,8 @@ from vllm_scope.request.sites import point_of
 from vllm_scope.request.spec import Spec
 from vllm_scope.sinks import Manifest, quota
 from vllm_scope.sinks.quota import REQUEST_BYTES
+from vllm_scope.sinks.request import Delivery
+from vllm_scope.sinks.sink_thread import SinkThread
 from vllm_scope.worker.packer import Packer
 
 READ = Read("resid_post", to="mine")
@@ -295,6 +297,36 @@ def test_a_request_that_the_worker_fails_is_failed_at_its_sinks(monkeypatch):
         manifest = here.manifest(1)
         assert here.memory.finished[1][0] == "no room in the tables"
     assert (manifest.status, manifest.reason) == ("error", "no room in the tables")
+
+
+@pytest.mark.parametrize("fails", ["copy", "queue"])
+def test_rows_that_a_sink_cannot_be_given_fail_their_request_and_take_none_of_the_others(
+    fails, monkeypatch, caplog
+):
+    """The rows of all three requests come in one batch."""
+
+    def failing(original):
+        def call(self, *args):
+            delivery = self if fails == "copy" else args[0]
+            if delivery.info.key == 2:
+                raise MemoryError
+            return original(self, *args)
+
+        return call
+
+    owner, name = (Delivery, "arrival") if fails == "copy" else (SinkThread, "put")
+    monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
+    with side(monkeypatch, {"mine": {}}, mine=Live) as one:
+        for key in (1, 2, 3):
+            one.add(key, Read("embed", to="mine"))
+        one.write([1, 2, 3], [0, 0, 0])
+        one.write([1, 2, 3], [1, 1, 1])
+        for key in (1, 2, 3):
+            one.end(key, output=(7,))
+        found = [one.manifest(key) for key in (1, 2, 3)]
+    assert [(m.status, m.delivered) for m in found] == [("ok", 2), ("error", 0), ("ok", 2)]
+    assert "'mine' did not get some rows (MemoryError)" in found[1].reason
+    assert caplog.text.count("rows could not be given to the sink") == 2
 
 
 def test_ends_that_callers_cannot_be_told_take_none_of_the_sinks(monkeypatch, caplog):

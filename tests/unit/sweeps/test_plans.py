@@ -20,6 +20,7 @@ from vllm_scope import (
     KL,
     Ablate,
     Add,
+    CapacityError,
     ConfigError,
     LogitDifference,
     Logprob,
@@ -610,6 +611,29 @@ def test_one_request_stands_for_some_cells_of_a_part_of_the_batch(most, num_byte
     assert list(found._first(found._num_together(cells[0], most))) == cells[:wanted]
     found._connection.always_answers = True
     assert found._num_together(cells[0], most) == 1
+
+
+@pytest.mark.parametrize("place", [None, (0, 1)], ids=["prompt", "cell"])
+def test_rows_for_which_there_is_no_room_end_a_cell_or_else_the_sweep(place):
+    def rows(*_):
+        raise CapacityError("no room.")
+
+    found = object.__new__(Sweeping)
+    found.plan = SimpleNamespace(
+        token_ids=[(3,)], take=lambda job, found, rows, error: (job.place, error)
+    )
+    found._rows = rows
+    job = SimpleNamespace(place=place, prompt=0, reads=True, name="prompts[0]")
+    completion = SimpleNamespace(
+        finish_reason="length", logprobs=[{3: SimpleNamespace(logprob=-1.0)}], scope=None
+    )
+    answer = SimpleNamespace(outputs=[completion])
+    taken = found.take(SimpleNamespace(jobs=(job,), has_variants=False), answer)
+    if place is None:
+        with pytest.raises(CapacityError, match=r"^prompts\[0\]: no room"):
+            list(taken)
+    else:
+        assert list(taken) == [(place, "no room.")]
 
 
 def serving(together=True, most=64, beside=20, errors=()):

@@ -58,7 +58,10 @@ class Inbox:
     def __init__(self) -> None:
         self.messages: queue.Queue = queue.Queue()
         self.during = lambda message: None
-        self.receiver = Receiver(self._on_rows, self.messages.put, on_decided=self.messages.put)
+        self.receiver = Receiver(
+            self._on_rows, self.messages.put, on_decided=self.messages.put,
+            on_unread=self.messages.put,
+        )  # fmt: skip
         _receivers.append(self.receiver)
 
     def open(self, road: str, ring: HostRing) -> Sender:
@@ -223,6 +226,25 @@ def test_layouts_with_heads_arrive_and_their_rows_are_cut_where_they_end(road, i
         assert len(messages[-1].slots) == sum(slots_per_token(messages[-1], None))
     assert torch.equal(torch.cat([m.slots for m in messages]), content)
     assert len(messages) == (1 if road == "shared" else 2)
+
+
+def test_a_message_whose_rows_cannot_be_read_tells_whose_rows_are_lost(
+    sender, ring, inbox, monkeypatch
+):
+    def fail(*_):
+        raise MemoryError
+
+    labels = labels_of([5, 6, 5], range(3), layouts=(reads_at(0, encoded=((BANK, (1,)),)),))
+    with monkeypatch.context() as broken:
+        broken.setattr("vllm_scope.transport.messages.known_head", fail)
+        lease = ring.acquire(6)
+        sender.send_rows(RowBatch(labels, lease, Widths((ROW_BYTES,))))
+        lease.release()
+        assert inbox.next().tolist() == [5, 6]
+        assert _freed(sender, lease)
+    lease = ring.acquire(6)
+    sender.send_rows(RowBatch(labels, lease, Widths((ROW_BYTES,))))
+    assert inbox.next().keys.tolist() == [5, 6, 5]
 
 
 def test_layouts_of_which_taps_tell_all_numbers_arrive(road, inbox):

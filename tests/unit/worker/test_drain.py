@@ -273,6 +273,24 @@ def test_steps_that_heads_work_on_at_once_are_where_they_belong(num_slots):
 
 
 @pytest.mark.parametrize("drafts", [False, True])
+def test_rows_that_the_sink_does_not_take_fail_their_requests_if_drafts_can_be_rejected(drafts):
+    with of_pairs(CPU, 100, drafts=drafts) as (submit, drain, sink, found, _):
+        take = sink.write
+
+        def refuse_some(batch: RowBatch) -> None:
+            if 9 in batch.labels.keys:
+                raise OSError("disk full")
+            take(batch)
+
+        sink.write = refuse_some
+        for key in (1, 9):
+            submit(key, 0, 2, boundary=0)
+            drain.finish_request(key)
+    assert found == pairs_of(1, [0], 2)
+    assert sink.events == [(1, None), (9, ROWS_LOST if drafts else None)]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("num_slots", [10, 100])
 def test_a_step_that_cannot_be_copied_loses_its_own_rows_only(num_slots, drafts, caplog):
     """Others of the same look are delivered, and their regions are free again: of 10 slots, the

@@ -17,6 +17,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from vllm_scope.core.news import digest_of, know_digest, packed_of
@@ -46,8 +47,10 @@ from vllm_scope.program.layout import Widths
 from vllm_scope.program.lens_rows import num_lens_rows
 from vllm_scope.program.operations import Cost, LogRange
 from vllm_scope.request.resolve_edits import check_stages
-from vllm_scope.request.resolved import Resolved
+from vllm_scope.request.resolved import Resolved, ResolvedEdit, ResolvedProbe
 from vllm_scope.request.selectors import Ids, Selector
+from vllm_scope.request.sites import Sites
+from vllm_scope.request.spec import Spec
 from vllm_scope.request.ticket import Ticket
 from vllm_scope.vectors import load_vectors
 
@@ -184,26 +187,53 @@ class CoreScope:
             held.rows(self.widths)  # computed now, to save time on the scheduler's thread
         return held, columns, reserve
 
-    def check_edits(self, text: str | None) -> None:
+    def check_edits(self, text: str | None, monitors: str | None = None) -> None:
         """Raises SpecError if this engine cannot apply these server-wide edits, or if the engine's
-        tables do not have enough room for the edits."""
+        tables do not have enough room for the edits and the monitors together.
+
+        Args:
+            monitors: a spec with the probes of the monitors that are set; None without monitors.
+        """
         if text is None:
             return
         self._check_connector()
-        asked = Resolved(edits=self.registry.parse_edits(text))
-        check_stages(asked, self.num_stages)
-        # One prompt token and some generated tokens give the right count, because server-wide edits
-        # apply to all prompt tokens, to all generated tokens, or to all tokens (registry.TIERS).
-        program = RequestProgram.compile(
-            asked, self.sites, frozenset(self.sites.boundaries), 1, [0]
-        )
-        cost = program.cost(2 + OVERSHOOT)
+        edits = self.registry.parse_edits(text)
+        check_stages(Resolved(edits=edits), self.num_stages)
+        cost = self._cost_of(edits, None)
         if not cost.fits(self.most):
             raise SpecError(
                 f"these edits take {cost}; this engine has {self.most} for "
                 "all requests. Edit fewer places, or raise "
                 "additional_config['scope'].vectors_mib."
             )
+        self._check_together(edits, monitors)
+
+    def check_monitors(self, monitors: str) -> None:
+        """Raises SpecError if the engine's tables do not have enough room for these monitors and
+        the server-wide edits together. `monitors` is a spec with the probes of the monitors."""
+        self._check_together(self.registry.resolve(None)[1].edits, monitors)
+
+    def _check_together(self, edits: tuple[ResolvedEdit, ...], monitors: str | None) -> None:
+        if not edits or monitors is None:
+            return
+        cost = self._cost_of(edits, monitors)
+        if not cost.fits(self.most):
+            raise SpecError(
+                "every request would have the server-wide edits and the monitors, which take "
+                f"{cost} together, and would be refused; this engine has {self.most}. Edit fewer "
+                "places, set fewer monitors, or raise additional_config['scope'].vectors_mib."
+            )
+
+    def _cost_of(self, edits: tuple[ResolvedEdit, ...], monitors: str | None) -> Cost:
+        """The Cost of a request with only server-wide edits and monitors."""
+        probes = () if monitors is None else _probes_of(monitors, self.sites)
+        # One prompt token and some generated tokens give the right count, because server-wide edits
+        # apply to all prompt tokens, to all generated tokens, or to all tokens (registry.TIERS).
+        program = RequestProgram.compile(
+            Resolved(probes=probes, edits=edits), self.sites, frozenset(self.sites.boundaries), 1,
+            [0],
+        )  # fmt: skip
+        return program.cost(2 + OVERSHOOT)
 
     def _check_connector(self) -> None:
         """Raises SpecError if the KV connector can mix edited KV with the KV of other requests."""
@@ -213,6 +243,11 @@ class CoreScope:
                 "edited and plain requests. Start the engine without this connector, or with "
                 f"{' or '.join(CONNECTORS_BY_HASH)}. Reads and probes are still possible."
             )
+
+
+@lru_cache(maxsize=1)  # a controller changes edits often, and 64 monitors take 20 ms
+def _probes_of(monitors: str, sites: Sites) -> tuple[ResolvedProbe, ...]:
+    return Spec.from_json(monitors).resolve(sites).probes
 
 
 def _first(selectors: set[Selector], ids: Ids) -> int | None:
@@ -322,11 +357,13 @@ def _register(engine: EngineCore, ask: Ask, name: str, data: bytes) -> str:
     return scope.registry.register(name, data)
 
 
-def _set_edits(engine: EngineCore, ask: Ask, text: str | None) -> str | None:
+def _set_edits(
+    engine: EngineCore, ask: Ask, text: str | None, monitors: str | None = None
+) -> str | None:
     scope = _scope_of(engine)
     if text is not None:
         scope.learn(_tapped(ask))
-        scope.check_edits(text)
+        scope.check_edits(text, monitors)
     return scope.registry.set_edits(text)
 
 
@@ -347,6 +384,7 @@ _ANSWERS: dict[str, Callable[..., object]] = {
     "scope_unregister": lambda engine, ask, name: _scope_of(engine).registry.unregister(name),
     "scope_modules": lambda engine, ask: _scope_of(engine).registry.modules(),
     "scope_set_edits": _set_edits,
+    "scope_check_monitors": lambda engine, ask, text: _scope_of(engine).check_monitors(text),
     "scope_get_edits": lambda engine, ask: _scope_of(engine).registry.server_text,
     "scope_hold": lambda engine, ask, *args: _scope_of(engine).registry.hold(*args),
 }

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -350,6 +352,21 @@ async def ask_replicas(engine: Engine, name: str, *args: object) -> list[list[An
         return list(await core.call_utility_all_async(*call))
     calls = (core._call_utility_async(*call, engine=one) for one in core.core_engines)
     return list(await asyncio.gather(*calls))
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """In the `with` block, an error with which EngineCore refuses a remote call (engine.core.entry)
+    is a SpecError with the same text. vLLM returns such an error as text, if EngineCore runs in
+    another process."""
+    try:
+        yield
+    except Exception as error:
+        # vllm 0.32, v1/engine/core.py, EngineCoreProc._handle_client_request
+        told = re.fullmatch(r"Call to \w+ method failed: (.*)", str(error), re.DOTALL)
+        if told is None:
+            raise
+        raise SpecError(told[1]) from None
 
 
 def needs_connection(engine: Engine) -> bool:

@@ -245,10 +245,10 @@ class Sweeping:
             try:
                 asked = self.plan.token_ids[job.prompt] or range(self._num_tokens)
                 found = _logprobs(completion.logprobs, asked)
+                rows = self._rows(completion.scope, job) if job.reads else None
             except ScopeError as error:
-                yield from self._failed(request, str(error))
+                yield from self.take(request, error)
                 return
-            rows = self._rows(completion.scope, job) if job.reads else None
             yield self.plan.take(job, found, rows, None)
 
     def _failed(self, request: Request, error: str) -> Iterator[Cell | None]:

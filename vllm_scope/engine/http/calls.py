@@ -8,7 +8,6 @@ From:  serving (makes an EngineCalls for each app).   To: engine.frontend.connec
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -16,13 +15,12 @@ from itertools import chain
 from typing import Any
 
 from vllm_scope.control.activity import Activity, Ring, State
-from vllm_scope.engine.frontend.connection import ask_replicas, connections
+from vllm_scope.engine.frontend.connection import ask_replicas, connections, refusing
 from vllm_scope.engine.http.sweeps import SweepRun, begin
 from vllm_scope.engine.moments import drop_moments_of_async, keys_of_async, one_of_async
-from vllm_scope.engine.monitors import activity_of, set_on_async, told
+from vllm_scope.engine.monitors import activity_of, set_on_async, spec_of, told
 from vllm_scope.engine.vllm_types import AsyncLLM
 from vllm_scope.engine.worker.replies import Module
-from vllm_scope.errors import SpecError
 from vllm_scope.results.inbox import num_bytes_held, num_pending
 from vllm_scope.server.changes import NoTurnError
 from vllm_scope.server.settings import ServerSettings
@@ -63,7 +61,8 @@ class EngineCalls:
         return known
 
     async def set_edits(self, text: str | None) -> str | None:
-        digest: str | None = await self._call("scope_set_edits", text)
+        monitors = await asyncio.to_thread(spec_of, self._engine.vllm_config)
+        digest: str | None = await self._call("scope_set_edits", text, monitors)
         return digest
 
     async def edits(self) -> str | None:
@@ -117,14 +116,8 @@ class EngineCalls:
         return (await self._answers(name, *args))[0]
 
     async def _answers(self, name: str, *args: object) -> list[Any]:
-        try:
+        with refusing():
             return list(await self._engine.collective_rpc(name, args=args))
-        except Exception as error:
-            # vllm 0.32, v1/engine/core.py, EngineCoreProc._handle_client_request
-            told = re.fullmatch(r"Call to \w+ method failed: (.*)", str(error), re.DOTALL)
-            if told is None:
-                raise
-            raise SpecError(told[1]) from None
 
 
 def _running(replicas: Sequence[Sequence[dict[str, Any]]]) -> int:
