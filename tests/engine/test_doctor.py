@@ -103,7 +103,11 @@ def test_it_says_what_can_be_read_and_nothing_else_in_less_than_15_seconds(tmp_p
     for site in ("resid_mid", *inside):
         assert table[site] == ["0-5", "no", ""]
     assert table["ln_final"] == ["yes", "no", ""]
-    assert table["router_logits"] == ["-", "no", "this model has no experts"]
+    assert table["router_logits"] == [
+        "-",
+        "no",
+        "vLLM's configuration of this model has no experts",
+    ]
     # Of a processor, which is all of it on a machine that has nothing else to do.
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert used < 15, used
@@ -132,7 +136,9 @@ def test_a_site_of_experts_is_refused_for_a_dense_model_as_the_start_refuses_it(
         EngineArgs(str(TOYWORLD), additional_config=asked).create_engine_config()
     own = "'vllm-scope doctor MODEL' says which of them this model has."
     assert str(caught.value).replace(own, "The table says which of them this model has.") == said
-    assert "has 'router_logits', and this model has no experts. Leave the site out; others" in said
+    assert (
+        "has 'router_logits', and vLLM's configuration of this model has no experts. Leave" in said
+    )
 
 
 def test_a_site_inside_the_attention_is_whole_on_several_ranks():

@@ -62,7 +62,7 @@ def test_rows_edits_and_probes_equal_hugging_face(llm, path):
 
 
 def test_a_model_without_experts_has_no_router(llama):
-    words = "sites has 'router_logits', and this model has no experts"
+    words = "sites has 'router_logits', and vLLM's configuration of this model has no experts"
     with (
         pytest.raises(ConfigError, match=words),
         local_engine(llama, dtype="float32", additional_config={"scope": CONFIG}),

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from vllm_scope.engine.worker.canary import rows_at, silent_taps
+from vllm_scope.engine.worker.loading import last_rows
+from vllm_scope.errors import CompatError
 from vllm_scope.graph.tap.definition import tap_rows
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.layout import Widths
+from vllm_scope.request.sites import Sites
 from vllm_scope.worker.arena import Arena
 
 CPU = torch.device("cpu")
@@ -75,3 +78,16 @@ def test_afterwards_no_token_has_a_program(fails):
     else:
         model.silent(run)
     assert (model.tables.tokens[:, 0] == -1).all()
+
+
+@pytest.mark.parametrize("num_rows", [1, HIDDEN_SIZE])
+def test_a_model_that_returns_rows_of_another_width_is_told_so(num_rows):
+    model = Model(torch.float32, set())
+    sites = Sites(1, HIDDEN_SIZE, "float32", BOUNDARIES)
+
+    def forward(plan) -> torch.Tensor:
+        plan()
+        return torch.zeros(num_rows, 3)
+
+    with pytest.raises(CompatError, match="returns rows of 3 numbers, and the stream has 5"):
+        last_rows(sites, model.widths, model.tables, model.arena, forward)

@@ -147,7 +147,10 @@ def test_settings_differ_if_rows_may(more):
             Read("resid_post", layers=[99]),
             r"reads\[0\]\.layers has 99; this model has layers 0 to 5",
         ),
-        (Read("router_logits"), "has 'router_logits', and this model has no experts"),
+        (
+            Read("router_logits"),
+            "has 'router_logits', and vLLM's configuration of this model has no experts",
+        ),
     ],
     ids=["layer", "site"],
 )

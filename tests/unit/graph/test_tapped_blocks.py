@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.graph.test_tapped import CPU, HIDDEN_SIZE, Part, _plan
+from vllm_scope.engine.worker.blocks import blocks_of
 from vllm_scope.graph.anatomy.convention import Convention
 from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.graph.anatomy.parts import input_of, install_part_taps
@@ -77,3 +78,44 @@ def test_an_edit_reaches_its_module_alone(edited, by_name):
 def test_a_forward_must_name_its_input():
     assert (input_of(Attention), input_of(Part)) == ("hidden_states", "x")
     assert input_of(Layer) is None
+
+
+class Kernel(nn.Module):
+    """In place of vLLM's Attention."""
+
+    attn_type = "decoder"
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.q_norm = Kernel(), nn.Identity()
+
+    def forward(self, position_ids: Tensor, hidden_states: Tensor) -> Tensor:
+        query = self.q_norm(hidden_states + 1)
+        return self.kernel(query)
+
+
+class NormsAndAttention(nn.Module):
+    """As DBRX: the norms before and after the attention are with it in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.norm_1, self.norm_2 = Inner(), nn.Identity(), nn.Identity()
+
+    def forward(self, position_ids: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        residual = hidden_states
+        hidden_states = self.norm_1(hidden_states)
+        residual = residual + self.attn(position_ids, hidden_states)
+        return self.norm_2(residual), residual
+
+
+def test_the_input_of_attention_is_behind_the_norm_also_if_one_module_has_both(monkeypatch):
+    monkeypatch.setattr("vllm.model_executor.layers.attention.Attention", Kernel)
+    fused, plain = nn.Module(), nn.Module()
+    fused.norm_attn_norm, plain.self_attn = NormsAndAttention(), Inner()
+    places = [Place("attn_in", number) for number in (0, 1)]
+    sites = Sites(2, HIDDEN_SIZE, "float32", tuple(place.boundary for place in places))
+    anatomy = Anatomy({0: fused, 1: plain}, 2, Convention.TENSOR, "layers")
+    found = blocks_of(anatomy, sites)
+    assert found == {places[0]: fused.norm_attn_norm.attn, places[1]: plain.self_attn}

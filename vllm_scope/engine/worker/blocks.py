@@ -5,16 +5,20 @@ Runs:  in every worker, after load.
 
 Promise: the engine does not start if a tapped layer does not have exactly one such block, or if the
 block's forward has no parameter that `parts.INPUTS` names. Every tensor-parallel rank has
-the whole row of both sites.
+the whole row of both sites. The norm before the attention is not a part of the block.
 """
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
+
 from torch import nn
 
-from vllm_scope.errors import ConfigError
+from vllm_scope.errors import CompatError, ConfigError
 from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.graph.anatomy.parts import INPUTS, input_of
+from vllm_scope.graph.anatomy.source import forward_of, is_norm
 from vllm_scope.request.sites import BLOCK_SITES, Place, Sites
 
 
@@ -34,10 +38,10 @@ def blocks_of(anatomy: Anatomy, sites: Sites) -> dict[Place, nn.Module]:
 
 
 def _block_in(layer: nn.Module, place: Place) -> nn.Module:
-    here = [
-        child for child in layer.children()
-        if (_is_attention(child) if place.site == "attn_in" else _is_mlp(child))
-    ]  # fmt: skip
+    if place.site == "attn_in":
+        here = list(_attentions(layer))
+    else:
+        here = [child for child in layer.children() if _is_mlp(child)]
     words = (
         f"additional_config['scope'].sites has {place.site!r}, and layer {place.layer} "
         f"({type(layer).__name__})"
@@ -52,6 +56,29 @@ def _block_in(layer: nn.Module, place: Place) -> nn.Module:
             f"{' or '.join(INPUTS)}. {leave}"
         )
     return here[0]
+
+
+def _attentions(module: nn.Module) -> Iterator[nn.Module]:
+    """The children of a module that are attention. If a child also has the norm before the
+    attention (DBRX), the attention is inside this child."""
+    for child in module.children():
+        if _is_attention(child):
+            yield from _attentions(child) if _normalizes_input(child) else (child,)
+
+
+def _normalizes_input(block: nn.Module) -> bool:
+    """True if a module gives its own input to one of its norms."""
+    name = input_of(type(block))
+    try:
+        forward = forward_of(block)
+    except CompatError:  # no source shows a norm
+        return False
+    return name is not None and any(
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        and is_norm(node.func.attr) and ast.unparse(node.func.value) == "self"
+        and any(isinstance(one, ast.Name) and one.id == name for one in node.args)
+        for node in ast.walk(forward)
+    )  # fmt: skip
 
 
 def _is_attention(child: nn.Module) -> bool:

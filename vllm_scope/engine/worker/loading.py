@@ -285,7 +285,7 @@ def last_rows(
         Two rows on the device, [hidden_size] each.
 
     Raises:
-        CompatError: the model's output is not a tensor of rows.
+        CompatError: the model's output is not a tensor of rows of the stream's width.
     """
     out: list[object] = []
     num_slots = widths.row_slots[STREAM]
@@ -298,5 +298,10 @@ def last_rows(
     (hidden,) = out
     if not isinstance(hidden, Tensor):
         raise CompatError(f"the model returned {type(hidden).__name__}, not rows")
+    if hidden.shape[-1] != sites.hidden_size:  # OPT 350M projects the rows after its layers
+        raise CompatError(
+            f"the model returns rows of {hidden.shape[-1]:,} numbers, and the stream has "
+            f"{sites.hidden_size:,}, so that it does more after its layers than a norm"
+        )
     row = found[: sites.hidden_size].to(arena.slots.device)
     return row, hidden.view(-1, sites.hidden_size)[0]

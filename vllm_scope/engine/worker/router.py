@@ -28,13 +28,14 @@ def num_experts_of(vllm_config: VllmConfig) -> int:
     later.
 
     Raises:
-        ConfigError: the model has no experts.
+        ConfigError: the configuration names no number of experts (as that of DBRX).
     """
     found = int(vllm_config.model_config.get_num_experts())
     if found < 1:
         others = ", ".join(site for site in SITES if site != ROUTER_SITE)
         raise ConfigError(
-            f"{_NAMED}, and this model has no experts. Leave the site out; others are {others}. "
+            f"{_NAMED}, and vLLM's configuration of this model has no experts. Leave "
+            f"the site out; others are {others}. "
             "'vllm-scope doctor MODEL' says which of them this model has."
         )
     return found
