@@ -56,9 +56,14 @@ class Cores(Thing):
 def engine_of(num_processes):
     parallel = Thing(_api_process_count=num_processes, pipeline_parallel_size=1)
     config = Thing(additional_config={"scope": {}}, parallel_config=parallel)
+
+    async def call(name, args):  # an EngineCore that has room
+        return [None]
+
     engine = Thing(
-        vllm_config=config, output_processor=Thing(request_states={}), engine_core=Cores()
-    )
+        vllm_config=config, output_processor=Thing(request_states={}), engine_core=Cores(),
+        collective_rpc=call,
+    )  # fmt: skip
     limits = Limits((16,), 0, 100, 100, 100, 100)
     known = Connection(SITES, None, 1, 1.0, limits, {}, {}, inbox().generation)
     connections.put(engine.output_processor, known)
