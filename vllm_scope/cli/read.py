@@ -41,7 +41,9 @@ def read(
         scope = scope_of(server, out.scope)
         if save is not None:  # write first, so that a later error does not lose the rows
             _write(save, scope)
-        console.print(Text(printable(prompt)).append(printable(out.text), "bold"))
+        told = Text(printable(prompt)).append(printable(out.text), "bold")
+        # A pipe gets the text without new line breaks.
+        console.print(told, soft_wrap=not console.is_terminal)
         console.print(_table(scope))
         check_whole(scope)
         if save is not None:

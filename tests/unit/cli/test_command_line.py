@@ -163,6 +163,20 @@ def test_a_models_text_is_printed_as_it_is(monkeypatch, capsys):
     assert capsys.readouterr().out == "+0 :x: [b]\\x1b[2J\n"
 
 
+@pytest.mark.parametrize("run", ["read", "steer"])
+def test_a_pipe_gets_a_long_text_on_one_line(run, monkeypatch, capsys):
+    scope = {"status": "complete", "error": None, "expected": 0, "rows": [], "scores": {}}
+    answering(monkeypatch, text="word " * 40 + "end", scope=scope | {"delivered": 0, "dropped": 0})
+    server = Server("http://x", None, 4, 0.0)
+    runs = {
+        "read": lambda: command.read(server, "a ", "embed", "all", "all", None),
+        "steer": lambda: steering.steer(server, "a ", "happy", [0.0]),
+    }
+    runs[run]()
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.endswith(" word" * 39 + " end")
+
+
 def test_a_folder_to_save_in_is_looked_for_before_anything_is_asked(tmp_path, capsys):
     with pytest.raises(SystemExit):
         command.read(
