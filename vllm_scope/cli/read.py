@@ -64,10 +64,11 @@ def _table(scope: ScopeData) -> Table:
 
 
 def _write(path: Path, scope: ScopeData) -> None:
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     arrays = {}
     for site, layer in scope.keys():
         arrays[f"{site}.{layer}"] = np.ascontiguousarray(scope[site, layer])
         arrays[f"{site}.{layer}.positions"] = scope.positions(site, layer)
-    save_file(arrays, path)
+    # `save_file` would give the file the mode 0600, whatever the umask is.
+    path.write_bytes(save(arrays))

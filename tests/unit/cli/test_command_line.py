@@ -61,6 +61,8 @@ def test_a_models_text_is_not_markup_and_rows_are_saved_first(tmp_path, monkeypa
     command.read(Server("x", None, 1, 0.0), "a [/b] ", "embed", "all", "all", path)
     assert capsys.readouterr().out.startswith("a [/b] see [/i] and [red]\\\n")
     assert np.array_equal(load_file(path)["embed.0"], rows)
+    (tmp_path / "other").touch()  # has the mode that the umask gives
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
 
     def broken(scope):
         raise RuntimeError("no table")
