@@ -48,7 +48,7 @@ BAD = [
     ),
     pytest.param(raw({"reads": []}), "asks for nothing", id="no-reads"),
     pytest.param(raw({"reads": 3}), "reads is 3; it must be a list", id="reads-type"),
-    pytest.param(raw({"read": []}), "the fields reads, probes, edits, features", id="field"),
+    pytest.param(raw({"read": []}), "the spec has 'read'; the fields are reads", id="field"),
     pytest.param(raw("{"), "is not JSON", id="json"),
     pytest.param({"scope": 5}, "is a int; it must be a JSON string", id="not-a-string"),
     pytest.param(raw(" " * 70_000_000), "70,000,000 characters; at most", id="seventy-megabytes"),

@@ -140,7 +140,7 @@ def test_weights_travel_once_and_are_freed_when_the_monitor_is_unset(llm, monkey
         ({"a": FLAG | {"weight": [float("nan")] * 128}}, "is NaN or infinite"),
         ({"a": FLAG | {"threshold": None}}, "monitors['a'] has no threshold"),
         ({"a": FLAG | {"action": "explode"}}, "it must be one of flag, stop, escalate"),
-        ({"a": FLAG | {"name": "b"}}, "a monitor has its name"),
+        ({"a": FLAG | {"name": "b"}}, "the name of a monitor is its key"),
         ({"a": FLAG | {"weight": "module"}}, "names a module"),
         ({"a": FLAG | {"file": "/etc/passwd"}}, "monitors that the engine starts with"),
         ({"a": FLAG | {"url": "http://x"}}, "'url'. Only monitors that the engine starts"),

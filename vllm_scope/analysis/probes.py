@@ -275,12 +275,13 @@ def save_probe(path: str | Path, probe: LinearProbe) -> None:
     Args:
         path: the path of the .safetensors file.
     """
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     path = probe_path(path)
     body = {k: v for k, v in asdict(probe).items() if k not in ("weight", "bias")}
     # The bias is written in float64, because float32 would round a bias that includes a scaler.
-    save_file({"weight": probe.weight, "bias": np.array([probe.bias])}, path)
+    # `save_file` would give the file the mode 0600, whatever the umask is.
+    path.write_bytes(save({"weight": probe.weight, "bias": np.array([probe.bias])}))
     path.with_suffix(".json").write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
 
 

@@ -64,7 +64,8 @@ def monitor(
             if page is not None:
                 monitor_page(found, f"Monitors of {url}").save(page)
             elif once or not console.is_terminal or console.is_dumb_terminal:
-                console.print(view(found, console.width))
+                # In a pipe each sentence is one line.
+                console.print(view(found, console.width), soft_wrap=not console.is_terminal)
             else:
                 with suppress(KeyboardInterrupt):
                     _follow(client, url, console, found, interval)

@@ -43,7 +43,9 @@ def read(
         scope = scope_of(server, out.scope)
         if save is not None:  # write first, so that a later error does not lose the rows
             _write(save, scope)
-        console.print(Text(printable(prompt)).append(printable(out.text), "bold"))
+        told = Text(printable(prompt)).append(printable(out.text), "bold")
+        # A pipe gets the text without new line breaks.
+        console.print(told, soft_wrap=not console.is_terminal)
         console.print(_table(scope))
         check_whole(scope)
         if save is not None:
@@ -64,14 +66,14 @@ def _table(scope: ScopeData) -> Table:
 
 
 def _write(path: Path, scope: ScopeData) -> None:
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     arrays = {}
     for site, layer in scope.keys():
         arrays[f"{site}.{layer}"] = np.ascontiguousarray(scope[site, layer])
         arrays[f"{site}.{layer}.positions"] = scope.positions(site, layer)
     try:
-        save_file(arrays, path)
-    except SafetensorError as error:  # also for an error of the operating system
+        # `save_file` would give the file the mode 0600, whatever the umask is.
+        path.write_bytes(save(arrays))
+    except OSError as error:
         raise FileError(f"{path} cannot be written: {error}. Name another file.") from None

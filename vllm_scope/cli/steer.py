@@ -23,7 +23,9 @@ def steer(server: Server, prompt: str, module: str, scales: list[float]) -> None
             out = client.complete(prompt, *actions, **server.fields)
             if actions:  # in an incomplete request, the module can be missing
                 check_whole(scope_of(server, out.scope))
-            console.print(Text(f"{scale:+g} ", "cyan").append(printable(out.text), "default"))
+            told = Text(f"{scale:+g} ", "cyan").append(printable(out.text), "default")
+            # A pipe gets the text without new line breaks.
+            console.print(told, soft_wrap=not console.is_terminal)
 
 
 def _additions(module: str, scale: float) -> list[Action]:

@@ -250,7 +250,19 @@ class Calls(Generic[StreamT]):
 
     @Method
     def set_monitors(self, monitors: Mapping[str, object]) -> Flow[Json]:
-        """Replace all monitors. {} ends all monitors. The call needs the operator's key."""
+        """Replace all monitors. {} ends all monitors. The call needs the operator's key.
+
+        Raises:
+            SpecError: a monitor cannot be sent as JSON.
+        """
+        for name, monitor in dict(monitors).items():
+            try:
+                json.dumps(monitor, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise SpecError(
+                    f"monitors[{name!r}] cannot be sent as JSON: {error}. Give a dict of numbers, "
+                    "texts and lists; for an array or a tensor give weight.tolist()."
+                ) from None
         return self._json(Call("PUT", "/v1/scope/monitors", {"monitors": monitors}, admin=True))
 
     @Method

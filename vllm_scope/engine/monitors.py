@@ -72,6 +72,13 @@ MOST_MONITORS = 64
 _CHECK = "scope_check_monitors"
 #: The part of error texts that says where `file` and `url` are allowed.
 AT_START = "in additional_config={'scope': {'monitors': ...}}, at the engine's start"
+#: The fields of a probe that a monitor does not have, and the reason.
+_NOT_GIVEN = {
+    "name": "the name of a monitor is its key in the object of all monitors",
+    "to": "the scores of monitors cannot be sent to a sink",
+}
+_FIELDS = {"site", "layers", "tokens", *Probe.fields} - _NOT_GIVEN.keys()
+_START_FIELDS = ("file", "kind", "url")
 
 
 @dataclass(frozen=True)
@@ -114,9 +121,15 @@ def parse(name: str, body: object) -> Monitor:
     if not isinstance(body, Mapping):
         raise SpecError(f"{where} is {shown(body)}; it must be an object.")
     fields: dict[str, Any] = dict(body)
-    for field in ("name", "to"):
+    for field, reason in _NOT_GIVEN.items():
         if field in fields:
-            raise SpecError(f"{where} has {field!r}; a monitor has its name, and goes to memory.")
+            raise SpecError(f"{where} has {field!r}; {reason}. Leave {field!r} out.")
+    unknown = sorted(fields.keys() - _FIELDS - {*_START_FIELDS}, key=str)
+    if unknown:
+        raise SpecError(
+            f"{where} has {shown(unknown[0])}; the fields are {', '.join(sorted(_FIELDS))}, and "
+            f"{', '.join(_START_FIELDS)} {AT_START}."
+        )
     action, url = fields.pop("action", "flag"), fields.pop("url", None)
     if action not in ACTIONS:
         raise SpecError(

@@ -155,6 +155,11 @@ class CapturedRequest:
         FileError."""
         if stream not in self._piece_of:
             known = ", ".join(map(stream_name, self.keys())) or "none"
+            if not isinstance(stream, tuple):  # results accept a site alone, such as "embed"
+                raise KeyError(
+                    f"{stream!r} is not a site and a layer; give both, as in ['embed', 0] (sites "
+                    f"without layers have layer 0); captured are {known}"
+                )
             raise KeyError(f"{stream!r} was not captured; captured are {known}")
         piece = self._piece_of[stream]
         name = stream_name(stream)

@@ -12,10 +12,11 @@ To:    captured (one request), iterate (rows for training), export.
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterator
 from itertools import zip_longest
-from operator import attrgetter
+from typing import SupportsIndex
 
 from torch import Tensor
 
@@ -45,14 +46,17 @@ class Capture:
     def __iter__(self) -> Iterator[CapturedRequest]:
         return iter(self._requests)
 
-    def __getitem__(self, which: int | str) -> CapturedRequest:
+    def __getitem__(self, which: SupportsIndex | str) -> CapturedRequest:
         """The request with this index, name or request id.
 
         Raises:
             IndexError, KeyError: no request matches, or several requests match.
         """
-        if isinstance(which, int):
-            return self._requests[which]
+        if isinstance(which, SupportsIndex):  # an int, or a number of numpy or torch
+            index = operator.index(which)
+            if not -len(self) <= index < len(self):
+                raise IndexError(f"there is no request {index}; the capture has {len(self)}")
+            return self._requests[index]
         found = self.find(name=which) or [
             request for request in self if request.manifest.request_id == which
         ]
@@ -79,7 +83,7 @@ class Capture:
     ) -> list[CapturedRequest]:
         """The requests that match every given value."""
         wanted = name, tag, request_id, status, owner
-        of = attrgetter("name", "tag", "request_id", "status", "owner")
+        of = operator.attrgetter("name", "tag", "request_id", "status", "owner")
         return [
             request
             for request in self

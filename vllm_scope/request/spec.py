@@ -272,12 +272,16 @@ class Spec:
     @staticmethod
     def _parse(text: str) -> tuple[Spec, int]:
         """The spec of a text, and the approximate number of items of the text."""
-        body, num_items = decode_counted(text, "extra_args['scope']")
-        if not isinstance(body, dict) or not set(body) <= {*MOST, "policy"}:
+        body, num_items = decode_counted(text, "the spec")
+        known = [*MOST, "policy"]
+        if not isinstance(body, dict):
             raise SpecError(
-                "extra_args['scope'] must be an object with the fields reads, probes, edits, "
-                "features, lens, moments and policy."
+                f"the spec is {shown(body)}; it must be an object with the fields "
+                f"{', '.join(known)}."
             )
+        unknown = [name for name in body if name not in known]
+        if unknown:
+            raise SpecError(f"the spec has {shown(unknown[0])}; the fields are {', '.join(known)}.")
         actions: dict[str, Any] = {
             name: tuple(_parse_list(cls, body, name)) for name, cls in ACTIONS.items()
         }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from os import PathLike
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -95,11 +96,12 @@ class SparseFeatures:
 
             write_parquet(self, path)
             return
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         names = ("positions", "indices", "values", "tokens")
         tensors = {name: getattr(self, name).contiguous() for name in names}
-        save_file(tensors, path, self.metadata)
+        # `save_file` would give the file the mode 0600, whatever the umask is.
+        Path(path).write_bytes(save(tensors, self.metadata))
 
     @property
     def metadata(self) -> dict[str, str]:

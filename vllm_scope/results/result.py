@@ -188,7 +188,7 @@ class ScopeResult(OverStreams):
         return list(dict.fromkeys((site, layer) for site, layer, _ in streams))
 
     def _at(self, stream: object) -> StreamKey:
-        return self._stream_table.find(stream)  # type: ignore[arg-type]
+        return self._stream_table.find(stream, self.manifests)  # type: ignore[arg-type]
 
     def __getitem__(self, stream: SiteLayer | StreamKey | str) -> Tensor:
         return self._stream_table.tensor(self._at(stream), self)
@@ -208,7 +208,7 @@ class ScopeResult(OverStreams):
     def _rows_of(self, site: str, layer: int | None, when: Phase | None) -> Rows:
         at = layer_of(site, layer)
         key = (site, at) if when is None else (site, at, when)
-        return self._stream_table.rows(self._stream_table.find(key), self)
+        return self._stream_table.rows(self._stream_table.find(key, self.manifests), self)
 
     @property
     def expected(self) -> int:

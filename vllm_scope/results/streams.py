@@ -7,7 +7,7 @@ From:  table (the rows that arrived), through a Snapshot.   To: result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -52,9 +52,13 @@ class StreamTable:
     def names(self) -> list[StreamKey]:
         return list(self._sources)
 
-    def find(self, key: SiteLayer | StreamKey | str) -> StreamKey:
+    def find(self, key: SiteLayer | StreamKey | str, sinks: Iterable[str]) -> StreamKey:
         """The stream that a key names. The site in the key may be an alias. Raises KeyError if the
-        request does not read this stream."""
+        request does not read this stream to memory.
+
+        Args:
+            sinks: the names of the other destinations of the request, for the error.
+        """
         words = tuple(key) if isinstance(key, tuple | list) else (key, layer_of(key, None))
         site = ALIASES.get(str(words[0]), words[0])
         asked = self.names()
@@ -68,6 +72,12 @@ class StreamTable:
                 return stream
         places = dict.fromkeys((site, layer) for site, layer, _ in asked)
         names = ", ".join(f"{site!r} {layer}" for site, layer in places) or "nothing"
+        elsewhere = ", ".join(sinks)
+        if elsewhere:
+            raise KeyError(
+                f"{key} was not asked for in memory; this request read {names} to memory. Rows "
+                f"that a read sent to another destination ({elsewhere}) are there: see `manifests`."
+            )
         raise KeyError(f"{key} was not asked for; this request read {names}.")
 
     def rows(self, stream: StreamKey, of: Snapshot) -> Rows:

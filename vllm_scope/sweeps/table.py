@@ -161,11 +161,12 @@ class SweepTable:
         }  # fmt: skip
 
     def _write_safetensors(self, path: Path) -> None:
-        from safetensors.numpy import save_file
+        from safetensors.numpy import save
 
         arrays = {"values": self.values, "plain": self.plain, "source": self.source}
-        save_file({name: np.ascontiguousarray(a) for name, a in arrays.items()}, path,
-                  self._metadata())  # fmt: skip
+        flat = {name: np.ascontiguousarray(a) for name, a in arrays.items()}
+        # `save_file` would give the file the mode 0600, whatever the umask is.
+        path.write_bytes(save(flat, self._metadata()))
 
     def _write_parquet(self, path: Path) -> None:
         # `files.arrow` has the same check, but loads torch, which a client need not have.

@@ -130,6 +130,15 @@ def test_files_keep_a_probes_pooling_template_and_calibration(tmp_path):
     assert torch.equal(probe.probabilities(rows), (0.5 * probe.scores(rows) - 1.0).sigmoid())
 
 
+def test_both_files_of_a_probe_have_the_mode_that_the_umask_gives(tmp_path):
+    save_probe(tmp_path / "p.safetensors", probe_of())
+    (tmp_path / "other").touch()
+    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+    assert len(modes) == 1
+    with pytest.raises(FileNotFoundError):
+        save_probe(tmp_path / "missing" / "p.safetensors", probe_of())
+
+
 def test_files_without_these_fields_load_and_serve_without_a_warning(tmp_path):
     save_probe(tmp_path / "p.safetensors", probe_of())
     (tmp_path / "p.json").write_text('{"site": "resid_post", "layer": 5, "threshold": 1.5}')

@@ -64,6 +64,8 @@ def test_a_models_text_is_not_markup_and_rows_are_saved_first(tmp_path, monkeypa
     command.read(Server("x", None, 1, 0.0), "a [/b] ", "embed", "all", "all", path)
     assert capsys.readouterr().out.startswith("a [/b] see [/i] and [red]\\\n")
     assert np.array_equal(load_file(path)["embed.0"], rows)
+    (tmp_path / "other").touch()  # has the mode that the umask gives
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
 
     def broken(scope):
         raise RuntimeError("no table")
@@ -173,6 +175,20 @@ def test_a_text_that_the_terminals_encoding_does_not_have_is_escaped(monkeypatch
     )
     assert done.exit_code == 0, done.exception
     assert done.stdout == "+0 wörld \\u65e5\\u672c\n" * 2
+
+
+@pytest.mark.parametrize("run", ["read", "steer"])
+def test_a_pipe_gets_a_long_text_on_one_line(run, monkeypatch, capsys):
+    scope = {"status": "complete", "error": None, "expected": 0, "rows": [], "scores": {}}
+    answering(monkeypatch, text="word " * 40 + "end", scope=scope | {"delivered": 0, "dropped": 0})
+    server = Server("http://x", None, 4, 0.0)
+    runs = {
+        "read": lambda: command.read(server, "a ", "embed", "all", "all", None),
+        "steer": lambda: steering.steer(server, "a ", "happy", [0.0]),
+    }
+    runs[run]()
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.endswith(" word" * 39 + " end")
 
 
 def test_a_folder_to_save_in_is_looked_for_before_anything_is_asked(tmp_path, capsys):

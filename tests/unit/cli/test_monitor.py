@@ -112,6 +112,13 @@ def test_a_pipe_gets_one_table_of_what_the_server_tells(served):
     ]
 
 
+def test_a_narrow_pipe_gets_each_verdict_on_one_line(served):
+    served.says = saying({"m" * 60: (RISKY, tally_of(0.85), {})})
+    lines = run(served.url, COLUMNS="80").splitlines()
+    (verdict,) = [line for line in lines if line.startswith("verdict at ")]
+    assert verdict.endswith("m, 0.85 at position 0, stop, cmpl-0\\x1b")
+
+
 def test_a_terminal_shows_what_is_new_until_the_server_is_gone(served):
     tally = tally_of(0.1)
     plain = saying({"live": (RISKY, tally, {})})

@@ -691,6 +691,24 @@ def test_set_edits_refuses_what_is_no_edit_and_leaves_the_servers_edits(actions,
         assert server.requests == []
 
 
+@pytest.mark.parametrize(
+    ("monitor", "came"),
+    [
+        pytest.param({"weight": np.ones(4), "layers": [1]}, "type ndarray", id="an-array"),
+        pytest.param(Probe(np.ones(4), layer=1, name="p"), "type Probe", id="a-probe"),
+        pytest.param({"weight": [1.0], "threshold": float("nan")}, "float values", id="not-finite"),
+    ],
+)
+def test_a_monitor_that_is_no_json_is_named_and_nothing_is_sent(monitor, came):
+    for run in both(lambda client: client.set_monitors({"fine": {}, "risky": monitor})):
+        server = Server(monitors={})
+        with pytest.raises(SpecError, match=r"^monitors\['risky'\] cannot be sent as JSON: ") as no:
+            run(server)
+        assert came in str(no.value)
+        assert "weight.tolist()" in str(no.value)
+        assert server.requests == []
+
+
 def test_requests_with_moments_carry_the_operators_key_and_others_do_not():
     server = Server(completions={"choices": []})
     client = server.client(admin_key="op")

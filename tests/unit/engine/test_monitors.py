@@ -581,6 +581,30 @@ def test_a_monitor_that_lacks_its_weight_is_told_that_alone():
     assert str(refused.value) == "monitors['one'] has no weight."
 
 
+@pytest.mark.parametrize("more", [{"treshold": 1.0}, {"layer": 1}], ids=["treshold", "layer"])
+def test_a_misspelt_field_of_a_monitor_is_named_with_the_fields_of_a_monitor(more):
+    with pytest.raises(SpecError) as refused:
+        parse_all({"one": {"weight": [1.0], "layers": [1]} | more})
+    assert str(refused.value) == (
+        f"monitors['one'] has '{next(iter(more))}'; the fields are action, activation, after, "
+        "aggregate, bias, layers, site, threshold, tokens, weight, and file, kind, url in "
+        "additional_config={'scope': {'monitors': ...}}, at the engine's start."
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"name": "one"}, "the name of a monitor is its key in the object of all monitors. Leave"),
+        ({"to": "memory"}, "the scores of monitors cannot be sent to a sink. Leave 'to' out."),
+    ],
+)
+def test_a_field_of_probes_that_monitors_lack_is_refused_with_its_reason(more, sentence):
+    with pytest.raises(SpecError) as refused:
+        parse_all({"one": FLAG | more})
+    assert f"monitors['one'] has '{next(iter(more))}'; {sentence}" in str(refused.value)
+
+
 @pytest.mark.parametrize(("reason", "told"), [("stop", 2), ("length", 2), ("abort", 0)])
 def test_lost_scores_are_the_operators_to_know(reason, told, monkeypatch):
     """Of an aborted request, the scores of its last tokens may not have been made."""

@@ -489,10 +489,18 @@ def test_wrong_arguments_are_refused_with_a_sentence(tmp_path):
     capture = vllm_scope.open(tmp_path)
     with pytest.raises(KeyError, match=r"captured are embed.0, resid_post.2, resid_post.10"):
         capture[0]["resid_post", 3]
+    with pytest.raises(
+        KeyError, match=r"'embed' is not a site and a layer; .* as in \['embed', 0\]"
+    ):
+        capture[0]["embed"]
     with pytest.raises(KeyError, match=r"position 9 of embed\.0 was not captured; 8 positions"):
         capture[0].at("embed", 0, [1, 9])
     with pytest.raises(KeyError, match="no request is called 'b'; the capture has"):
         capture["b"]
+    for index in (np.int64(0), torch.tensor(0)):  # such as random indices
+        assert capture[index].manifest == capture[0].manifest
+    with pytest.raises(IndexError, match="there is no request 99; the capture has"):
+        capture[99]
     with pytest.raises(KeyError, match="was not captured"):
         capture.iter_rows("resid_pre", 1, 4)
     with pytest.raises(ValueError, match="batch_size is 0"):

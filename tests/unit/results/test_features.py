@@ -94,6 +94,8 @@ def test_features_are_a_sparse_matrix(found, tmp_path):
         ["20", "6: 5", "7: 4", "4: 3"],
     ]
     found.save(tmp_path / "f.safetensors")
+    (tmp_path / "other").touch()  # has the mode that the umask gives
+    assert (tmp_path / "f.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
     stored = load_file(tmp_path / "f.safetensors")
     assert set(stored) == {"positions", "indices", "values", "tokens"}
     assert all(torch.equal(stored[name], getattr(found, name)) for name in stored)

@@ -447,6 +447,16 @@ def test_the_last_computed_row_holds_in_any_layout(layouts, joined, road):
     assert result["embed"][:, 2].tolist() == [1, 3]
 
 
+def test_a_stream_that_went_to_a_sink_is_a_key_error_that_names_the_sink(road):
+    pending = road.open(Read("embed"))
+    pending.manifests = {"files": Manifest("ok", None, 3, 3, 0)}
+    road.finish(pending)
+    result = pending.snapshot([1, 1], "stop")
+    for act in (lambda: result["resid_post", 1], lambda: result.positions("resid_post", 1)):
+        with pytest.raises(KeyError, match=r"this request read 'embed' 0 to memory\. .*\(files\)"):
+            act()
+
+
 def test_a_stream_that_was_not_asked_for_is_a_key_error_that_names_those_that_were(road):
     _, result = _full(road)
     with pytest.raises(KeyError) as caught:

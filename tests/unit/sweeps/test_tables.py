@@ -50,6 +50,8 @@ def test_a_safetensors_file_has_all(table, tmp_path):
 
     table.errors[0, 1, 2] = "too large"
     table.save(tmp_path / "x.safetensors")
+    (tmp_path / "other").touch()  # has the mode that the umask gives
+    assert (tmp_path / "x.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
     with safe_open(tmp_path / "x.safetensors", "np") as file:
         np.testing.assert_array_equal(file.get_tensor("values"), table.values)
         np.testing.assert_array_equal(file.get_tensor("plain"), table.plain)
