@@ -67,6 +67,10 @@ class StoredStream:
             raise FileError(f"{self.name}: positions of {self.key} are {list(found.shape)}")
         return found
 
+    def check(self) -> None:
+        """Raise FileError if the file has fewer positions than the stream has rows."""
+        self._slice(f"{self.key}.positions", torch.int64)
+
     def rows(self, start: int, stop: int) -> Tensor:
         """The decoded rows `start` to `stop` - 1, [stop - start, hidden_size]. If the stream has no
         codec, the result is a view of the file."""

@@ -534,6 +534,19 @@ def test_an_index_that_contradicts_its_file_is_refused(change, says, tmp_path):
         use()
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("first", [0, 1 << 40])
+def test_rows_that_an_index_invents_are_refused_before_a_training_counts_them(
+    shuffle, first, tmp_path
+):
+    _forged(tmp_path, _stream(shape=[1 << 40, 12], first=first))
+    capture = vllm_scope.open(tmp_path)
+    started = time.thread_time()
+    with pytest.raises(FileError, match="rows up to"):
+        capture.iter_rows("embed", 0, 4, shuffle=shuffle)
+    assert time.thread_time() - started < 1
+
+
 def test_an_index_names_no_path_that_is_opened(tmp_path):
     (tmp_path / "secret.safetensors").write_bytes(b"x" * 100)
     root = tmp_path / "root"
