@@ -7,8 +7,11 @@ import json
 import uuid
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import vllm_scope
 from tests.unit.files.test_files import LAYOUTS, STREAMS, put, record_of, rows_of, writer_of
@@ -205,6 +208,46 @@ def test_draft_samples_of_two_dtypes_are_refused(tmp_path):
         FileError, match="its rows are in bfloat16 and float32; they must be in one"
     ):
         export_speculators(vllm_scope.open(tmp_path / "in"), tmp_path / "out", streams)
+
+
+@pytest.mark.parametrize("position", [-1, 6, 1 << 40])
+@pytest.mark.parametrize(
+    "export",
+    [
+        pytest.param(lambda c, out: export_dataset(c, out, [("embed", 0)]), id="dataset"),
+        pytest.param(lambda c, out: export_saelens(c, out, "embed", 0, "h", 1), id="saelens"),
+    ],
+)
+def test_a_row_without_a_token_is_a_damaged_file(export, position, tmp_path):
+    pytest.importorskip("pyarrow")
+    with writer_of(tmp_path / "in", layout="per_request") as writer:
+        request = writer.begin()
+        request.write("embed", 0, np.arange(5), rows_of(1, 5, dtype=torch.float32))
+        request.finish(record_of(6, 0, expected=5, delivered=5, name="a"))
+    path = tmp_path / "in" / "a.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    tensors["embed.0.positions"][3] = position
+    save_file(tensors, path, metadata)
+    with pytest.raises(FileError, match=f"a row at position {position}, and it has 6 tokens"):
+        export(vllm_scope.open(path), tmp_path / "out")
+
+
+def test_draft_samples_with_more_rows_than_tokens_are_refused(tmp_path):
+    pytest.importorskip("pyarrow")
+    with writer_of(tmp_path / "in", layout="per_request") as writer:
+        request = writer.begin()
+        request.write("embed", 0, np.arange(5), rows_of(1, 5, dtype=torch.float32))
+        request.finish(record_of(6, 0, expected=5, delivered=5, name="a"))
+    path = tmp_path / "in" / "a.safetensors"
+    with safe_open(path, "pt") as file:
+        index = file.metadata()["vllm_scope"].replace(
+            '"num_prompt_tokens":6', '"num_prompt_tokens":4'
+        )
+    save_file(load_file(path), path, {"vllm_scope": index})
+    with pytest.raises(FileError, match="a row at position 4, and it has 4 tokens"):
+        export_speculators(vllm_scope.open(path), tmp_path / "out", [("embed", 0)])
 
 
 def test_exports_refuse_what_they_cannot_do(capture, tmp_path):
