@@ -207,7 +207,7 @@ def chosen(
 
     Raises:
         ConfigError: `streams` is not a list of (site, layer).
-        FileError: the rows of one stream have different widths.
+        FileError: the rows of one stream have different widths, or an index is damaged.
         KeyError: a stream was not captured.
     """
     listed = isinstance(streams, list | tuple) and len(streams) > 0
@@ -220,7 +220,7 @@ def chosen(
     for stream in streams:
         name = stream_name(stream)
         for request in (request for request in capture if stream in request):
-            found = request.manifest.streams[name].shape[1]
+            found = request.stored(stream).codec.hidden_size
             if width.setdefault(stream, found) != found:
                 raise FileError(
                     f"{request!r}: rows of {name} have {found} numbers, and rows of earlier "

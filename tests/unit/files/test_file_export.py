@@ -250,6 +250,27 @@ def test_draft_samples_with_more_rows_than_tokens_are_refused(tmp_path):
         export_speculators(vllm_scope.open(path), tmp_path / "out", [("embed", 0)])
 
 
+@pytest.mark.parametrize("width", [1 << 70, 1 << 40, 13, -1])
+def test_exports_refuse_an_index_with_a_wrong_width(width, tmp_path):
+    pytest.importorskip("pyarrow")
+    with writer_of(tmp_path / "in", layout="per_request") as writer:
+        put(writer, 1, name="a")
+    path = tmp_path / "in" / "a.safetensors"
+    with safe_open(path, "pt") as file:
+        index = file.metadata()["vllm_scope"].replace('"shape":[8,12]', f'"shape":[8,{width}]')
+    save_file(load_file(path), path, {"vllm_scope": index})
+    capture = vllm_scope.open(path)
+    for number, export in enumerate(
+        (
+            lambda out: export_dataset(capture, out, [("embed", 0)]),
+            lambda out: export_saelens(capture, out, "embed", 0, "h", 2),
+            lambda out: export_speculators(capture, out, [("embed", 0)]),
+        )
+    ):
+        with pytest.raises(FileError, match="contradicts itself"):
+            export(tmp_path / str(number))
+
+
 def test_exports_refuse_what_they_cannot_do(capture, tmp_path):
     pytest.importorskip("pyarrow")
     with pytest.raises(ConfigError, match="float32 or float16"):
