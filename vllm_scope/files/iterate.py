@@ -56,12 +56,19 @@ def iter_rows(
             read.
 
     Raises:
-        ValueError: `batch_size` is below 1.
+        ValueError: `batch_size`, `part` or `skip` is wrong.
         FileError: the streams have different widths or dtypes, or a file has fewer rows than its
             index says.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+    if skip < 0:
+        raise ValueError(f"skip is {skip}; it must be at least 0")
+    if not 0 <= part[0] < part[1]:
+        raise ValueError(
+            f"part is {part}; it must be (index, number of parts), and the index must be at least "
+            "0 and less than the number of parts"
+        )
     shapes = {(s.codec.metadata()["hidden_size"], s.codec.metadata()["dtype"]) for s in stored}
     if len(shapes) > 1:
         raise FileError(f"the rows are not of one shape and dtype: {sorted(shapes)}")
