@@ -148,7 +148,7 @@ def open(path: str | os.PathLike[str]) -> Capture:
         index = read_index(folder, name)
         if index is None:
             continue
-        files.dtypes[name] = index.dtypes
+        files.indexes[name] = index
         for manifest in index.requests:
             prefix = f"{manifest.number}/" if index.layout == "packed" else ""
             key = (manifest.uid, manifest.child, manifest.num_stages)

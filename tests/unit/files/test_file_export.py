@@ -312,6 +312,19 @@ def test_a_remote_root_has_the_same_files_as_a_local_one(kind, layout, tmp_path)
     assert len(vllm_scope.open(f"{kind}://{one}")) >= 1
 
 
+@pytest.mark.parametrize("layout", ["per_request", "npz"])
+def test_a_remote_file_that_was_replaced_after_it_was_listed_is_refused(layout):
+    pytest.importorskip("fsspec")
+    root = f"memory://{uuid.uuid4().hex}/captures"
+    with writer_of(root, layout=layout) as writer:
+        put(writer, 1, name="a", tag="t")
+        before = vllm_scope.open(root)
+        rows = put(writer, 2, name="a", tag="t")[1]
+    with pytest.raises(FileError, match=r"t/a\..* was replaced after it was listed"):
+        assert before["a"]["embed", 0] is None
+    assert torch.equal(vllm_scope.open(root)["a"]["embed", 0], rows["embed", 0])
+
+
 def test_a_missing_remote_root_is_an_error(tmp_path):
     pytest.importorskip("fsspec")
     with pytest.raises(FileError, match="does not exist"):
