@@ -41,6 +41,7 @@ from vllm_scope.harvests.engines import Engine, Rows
 from vllm_scope.harvests.skipped import Skipped
 from vllm_scope.request.actions import Read
 from vllm_scope.request.spec import Spec
+from vllm_scope.sinks.reports import plain
 
 #: Seconds between two reads of the trainer's counter, while no slot is free.
 _LOOK_S = 0.001
@@ -176,9 +177,10 @@ def run(
     except EOFError:
         raise
     except ScopeError as error:
-        channel.send(Failed(type(error).__name__, str(error)[:_MOST_LETTERS]))
+        channel.send(Failed(type(error).__name__, plain(str(error), _MOST_LETTERS)))
     except Exception as error:
-        channel.send(Failed("ScopeError", f"the feed failed: {reason_of(error)}"[:_MOST_LETTERS]))
+        sentence = plain(f"the feed failed: {reason_of(error)}", _MOST_LETTERS)
+        channel.send(Failed("ScopeError", sentence))
 
 
 def _watch(channel: Channel, started: threading.Event) -> None:

@@ -142,6 +142,18 @@ class CapturedRequest:
             )
         return tokens[manifest.first_token : last]
 
+    def tokens_at(self, positions: Tensor) -> Tensor:
+        """The token ids at these positions, which are the positions of rows. int32 [n]. Raises
+        FileError if the request has no token at one of the positions."""
+        tokens = self.token_ids
+        outside = (positions < 0) | (positions >= len(tokens))
+        if bool(outside.any()):
+            raise FileError(
+                f"{self!r} has a row at position {int(positions[outside][0])}, and it has "
+                f"{len(tokens)} tokens. The file is damaged."
+            )
+        return tokens[positions]
+
     @property
     def prompt_ids(self) -> Tensor:
         return self.token_ids[: self.manifest.num_prompt_tokens]

@@ -141,4 +141,4 @@ def _tokens(request: CapturedRequest, streams: Sequence[SiteLayer]) -> torch.Ten
         raise FileError(
             f"{request!r}: its places have {sorted(counts)} rows; the numbers must be equal."
         )
-    return request.token_ids[: counts.pop()].long()
+    return request.tokens_at(torch.arange(counts.pop())).long()

@@ -97,7 +97,7 @@ def export_dataset(
                         f"{request!r}: {stream_name(stream)} has other positions than "
                         f"{stream_name(streams[0])}; export each stream alone."
                     )
-            tokens = request.token_ids[positions]
+            tokens = request.tokens_at(positions)
             stored = {stream: request.stored(stream) for stream in streams}
             step = max(1, _BATCH_BYTES // (4 * sum(width.values())))
             for start in range(0, len(positions), step):
@@ -172,14 +172,14 @@ def export_saelens(
         for request in requests:
             stored = request.stored(stream)
             positions = stored.positions
-            tokens = request.token_ids
+            tokens = request.tokens_at(positions)
             starts = _context_starts(positions.numpy(), context_size)
             left_out += len(positions) - len(starts) * context_size
             for start in starts:
                 stop = start + context_size
                 flat = _numbers(stored.rows(start, stop), dtype)
                 rows = pa.ListArray.from_arrays(inner, flat)
-                ids = tokens[positions[start:stop]].numpy()
+                ids = tokens[start:stop].numpy()
                 yield pa.record_batch(
                     [
                         pa.ListArray.from_arrays(outer, rows),
@@ -207,7 +207,7 @@ def chosen(
 
     Raises:
         ConfigError: `streams` is not a list of (site, layer).
-        FileError: the rows of one stream have different widths.
+        FileError: the rows of one stream have different widths, or an index is damaged.
         KeyError: a stream was not captured.
     """
     listed = isinstance(streams, list | tuple) and len(streams) > 0
@@ -220,7 +220,7 @@ def chosen(
     for stream in streams:
         name = stream_name(stream)
         for request in (request for request in capture if stream in request):
-            found = request.manifest.streams[name].shape[1]
+            found = request.stored(stream).codec.hidden_size
             if width.setdefault(stream, found) != found:
                 raise FileError(
                     f"{request!r}: rows of {name} have {found} numbers, and rows of earlier "

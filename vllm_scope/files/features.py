@@ -66,7 +66,7 @@ def export_features(capture: Capture, path: str | Path, name: str) -> int:
             # The dtypes are named, because a table of a request without tokens has no values.
             uid = pa.array([request.manifest.uid] * len(table), pa.string())
             positions = torch.tensor(table["position"].to_pylist(), dtype=torch.int64)
-            tokens = request.token_ids[positions]
+            tokens = request.tokens_at(positions)
             yield table.add_column(0, "request", uid).add_column(
                 2, "token_id", pa.array(tokens.numpy())
             )

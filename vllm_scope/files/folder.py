@@ -18,12 +18,25 @@ from vllm_scope.errors import FileError
 SUFFIXES = (".safetensors", ".npz")
 
 
+def not_read(error: OSError) -> None:
+    """Raise FileError for the error of a folder, for `os.walk`. By default, `os.walk` leaves out a
+    folder that cannot be read.
+
+    A folder that was removed meanwhile has no files. The folder `lost+found` at the root of a disk
+    belongs to the system.
+    """
+    is_gone = isinstance(error, FileNotFoundError | NotADirectoryError)
+    if not is_gone and Path(error.filename).name != "lost+found":
+        raise FileError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+
 class Folder(Protocol):
     """The data files below a root, for reading. Several threads may call the methods at the same
     time."""
 
     def names(self) -> list[str]:
-        """The names of the data files, in sorted order. A name is a path relative to the root."""
+        """The names of the data files, in sorted order. A name is a path relative to the root.
+        Raises FileError if a folder cannot be read."""
         ...
 
     def open(self, name: str) -> tuple[BinaryIO, int]:
@@ -53,7 +66,7 @@ class LocalFolder:
         found: list[str] = []
         # `os.walk` does not follow links to folders. Hidden files and folders are left out, because
         # their files are not published yet.
-        for folder, folders, names in os.walk(self._root):
+        for folder, folders, names in os.walk(self._root, onerror=not_read):
             folders[:] = [name for name in folders if not name.startswith(".")]
             below = Path(folder).relative_to(self._root)
             found += [

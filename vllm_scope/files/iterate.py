@@ -56,15 +56,28 @@ def iter_rows(
             read.
 
     Raises:
-        ValueError: `batch_size` is below 1.
-        FileError: the streams have different widths or dtypes.
+        ValueError: `batch_size`, `part` or `skip` is wrong.
+        FileError: the streams have different widths or dtypes, or a file has fewer rows than its
+            index says.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+    if skip < 0:
+        raise ValueError(f"skip is {skip}; it must be at least 0")
+    if not 0 <= part[0] < part[1]:
+        raise ValueError(
+            f"part is {part}; it must be (index, number of parts), and the index must be at least "
+            "0 and less than the number of parts"
+        )
     shapes = {(s.codec.metadata()["hidden_size"], s.codec.metadata()["dtype"]) for s in stored}
     if len(shapes) > 1:
         raise FileError(f"the rows are not of one shape and dtype: {sorted(shapes)}")
     spans = _joined(stored)
+    for span in spans:
+        # An index can name more rows than its file has. The runs of these rows could fill the
+        # memory. A short span has few runs, and is checked when its rows are read.
+        if span.num_rows > POOL_RUNS * RUN_ROWS:
+            span.check()
     runs = _runs(spans, RUN_ROWS if shuffle or part[1] > 1 else batch_size)
     at = skip * batch_size
     if shuffle:

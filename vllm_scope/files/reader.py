@@ -121,7 +121,8 @@ class Capture:
             KeyError: no request has this stream.
             FileError: the rows of two requests have different widths or dtypes, or a file is
                 damaged.
-            ValueError: `batch_size` is below 1.
+            ValueError: `batch_size` is below 1, `skip` is negative, or the index of `part` is not
+                from 0 to the number of parts minus 1.
         """
         stored = [r.stored((site, layer)) for r in self if (site, layer) in r]
         if not stored:
@@ -151,7 +152,7 @@ def open(path: str | os.PathLike[str]) -> Capture:
         index = read_index(folder, name)
         if index is None:
             continue
-        files.dtypes[name] = index.dtypes
+        files.indexes[name] = index
         for manifest in index.requests:
             prefix = f"{manifest.number}/" if index.layout == "packed" else ""
             key = (manifest.uid, manifest.child, manifest.num_stages)

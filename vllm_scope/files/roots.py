@@ -32,16 +32,23 @@ def make_publisher(root: str, fsync: bool, mode: int = 0o600) -> Publisher:
 
 
 def find_folder(path: str | os.PathLike[str]) -> Folder:
-    """The Folder of a root, for reading files. Raises FileError if the root does not exist, and
-    ConfigError if fsspec is missing or cannot open the URL."""
+    """The Folder of a root, for reading files.
+
+    Raises:
+        FileError: the root does not exist, or cannot be read.
+        ConfigError: fsspec is missing or cannot open the URL.
+    """
     text = os.fspath(path)
     if "://" in text:
         return RemoteFolder(text)
     root = Path(text)
-    if root.is_dir():
-        return LocalFolder(root)
-    if root.is_file():
-        return LocalFolder(root.parent, root.name)
+    try:
+        if root.is_dir():
+            return LocalFolder(root)
+        if root.is_file():
+            return LocalFolder(root.parent, root.name)
+    except OSError as error:  # for example, a folder on the way to the root may not be entered
+        raise FileError(f"{shown(text)} cannot be read: {error.strerror}") from None
     raise FileError(f"{text} does not exist; name a file or a folder of captured rows.")
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from vllm_scope.codecs import Codec
 from vllm_scope.errors import FileError
-from vllm_scope.files.datafile import MappedFile, NpzFile, open_data
-from vllm_scope.files.folder import Folder
+from vllm_scope.files.datafile import MappedFile, NpzFile, open_data, read_index
+from vllm_scope.files.folder import Folder, LocalFolder
+from vllm_scope.files.index import Index
 from vllm_scope.files.per_request import part_key
 
 #: Largest number of open files. After a file is closed, tensors of the file stay valid.
@@ -25,15 +26,27 @@ MAX_OPEN = 64
 
 
 class OpenFiles:
-    """The open data files of a folder. A file is opened when it is used for the first time."""
+    """The open data files of a folder. A file is opened when it is used for the first time.
+
+    Attributes:
+        indexes: the index of each data file, by the name of the file.
+    """
 
     def __init__(self, folder: Folder) -> None:
         self.get = lru_cache(maxsize=MAX_OPEN)(self._open)
-        self.dtypes: dict[str, dict[str, str]] = {}
+        self.indexes: dict[str, Index] = {}
         self._folder = folder
 
     def _open(self, name: str) -> MappedFile | NpzFile:
-        return open_data(self._folder, name, self.dtypes.get(name, {}))
+        """Raises FileError if the file is damaged, or was replaced after its index was read."""
+        index = self.indexes[name]
+        found = open_data(self._folder, name, index.dtypes)
+        # A LocalFolder notices that a file was replaced. Files of many requests have new names.
+        if not isinstance(self._folder, LocalFolder) and index.layout in ("per_request", "npz"):
+            path = self._folder.local(name)
+            if read_index(LocalFolder(path.parent, path.name), path.name) != index:
+                raise FileError(f"{name} was replaced after it was listed; open the folder again.")
+        return found
 
 
 @dataclass(frozen=True)
@@ -66,6 +79,10 @@ class StoredStream:
         if found.dim() != 1:
             raise FileError(f"{self.name}: positions of {self.key} are {list(found.shape)}")
         return found
+
+    def check(self) -> None:
+        """Raise FileError if the file has fewer positions than the stream has rows."""
+        self._slice(f"{self.key}.positions", torch.int64)
 
     def rows(self, start: int, stop: int) -> Tensor:
         """The decoded rows `start` to `stop` - 1, [stop - start, hidden_size]. If the stream has no

@@ -99,9 +99,11 @@ class RowDataset(IterableDataset[Tensor]):
         """
         now = {"part": self._parts()} | self._order()
         for name, value in now.items():
-            if state.get(name) != value:
+            said = state.get(name)
+            said = tuple(said) if isinstance(said, list) else said  # JSON makes lists of tuples
+            if said != value:
                 raise FileError(
-                    f"the state is of {name} {state.get(name)}, and this data set has {value}; "
+                    f"the state is of {name} {said}, and this data set has {value}; "
                     "batches would be repeated or left out. Use the same value."
                 )
         self._epoch, self._taken = int(state["epoch"]), int(state["taken"])

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_scope.errors import FileError, SpecError, reason_of, shown
+from vllm_scope.files.folder import not_read
 from vllm_scope.request.bounded_json import is_unicode
 
 #: If the caller names no column, a document is in the first of these columns that has a value.
@@ -164,10 +165,14 @@ def find_documents(
     if not isinstance(dataset, str | os.PathLike):
         return _of_library(dataset, str(type(dataset).__name__), column, id_column)
     path = Path(dataset)
-    files = [path] if path.is_file() else sorted(_files(path))
+    try:
+        files = [path] if path.is_file() else sorted(_files(path))
+        is_there = path.exists()
+    except OSError as error:  # for example, a folder on the way to the path may not be entered
+        raise FileError(f"{shown(str(path))} cannot be read: {error.strerror}") from None
     if files:
         return _of_files(path, files, column, id_column)
-    if not path.exists() and (path.suffix in SUFFIXES or path.is_absolute()):
+    if not is_there and (path.suffix in SUFFIXES or path.is_absolute()):
         raise FileError(
             f"there is no file or folder {path}; give the path of an existing file or folder, or "
             "the name of a Hugging Face data set."
@@ -183,10 +188,12 @@ def _checked(documents: Documents) -> Documents:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    for file in folder.rglob("*"):
-        inside = file.relative_to(folder).parts
-        if file.suffix in SUFFIXES and not any(part.startswith(".") for part in inside):
-            yield file
+    """The files of a folder and its subfolders, in any order. Raises FileError if a folder cannot
+    be read. `Path.rglob` would leave out the files of this folder."""
+    for inside, folders, names in os.walk(folder, onerror=not_read):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths = (Path(inside, name) for name in names if not name.startswith("."))
+        yield from (path for path in paths if path.suffix in SUFFIXES)
 
 
 def _of_files(

@@ -167,7 +167,7 @@ class Report:
         streams: shape, dtype, and other facts of each stream, by `site.layer`.
         status, reason: if `status` is not None and the Ending has the status `ok`, these values
             replace the status and the reason of the Ending.
-        details: any JSON object.
+        details: any JSON object. In the manifest, None replaces NaN and infinity.
         published: a future that is done when the rows can no longer be lost. None if the rows are
             already safe. The caller waits for this future. If the future fails, the request ends
             with the status `error` and the exception as the reason.

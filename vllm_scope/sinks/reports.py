@@ -9,6 +9,7 @@ Runs:  on a sink thread. A plugin's return values and exceptions are checked her
 from __future__ import annotations
 
 import logging
+import math
 import time
 import traceback
 from concurrent.futures import Future
@@ -83,9 +84,12 @@ def facts_of(block: Block) -> dict[str, object]:
 
 
 def checked(report: object) -> Report:
-    """The report, with all texts changed so that UTF-8 can encode them. If `report` is None, an
-    empty Report. Raises TypeError if `report` is not a Report, has a wrong field, or is too
-    large."""
+    """The report, with all texts changed so that UTF-8 can encode them. None replaces NaN and
+    infinity, which JSON does not have. If `report` is None, an empty Report.
+
+    Raises:
+        TypeError: `report` is not a Report, has a wrong field, or is too large.
+    """
     if report is None:
         return Report()
     if not isinstance(report, Report):
@@ -103,6 +107,8 @@ def checked(report: object) -> Report:
         body = _cleaned(msgspec.to_builtins(manifest))
         cleaned = msgspec.convert(body, Manifest)
         num_bytes = len(msgspec.msgpack.encode(cleaned))
+        if num_bytes <= MOST_REPORT_BYTES:
+            msgspec.json.encode(cleaned)  # raises TypeError if JSON cannot have a key
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise TypeError(f"its report cannot be sent: {failure(error)}") from None
     if num_bytes > MOST_REPORT_BYTES:
@@ -114,9 +120,12 @@ def checked(report: object) -> Report:
 
 
 def _cleaned(value: object) -> object:
-    """The same value, with all texts changed so that UTF-8 can encode them."""
+    """The same value, with all texts changed so that UTF-8 can encode them, and None instead of NaN
+    and infinity."""
     if isinstance(value, str):
         return plain(value, len(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if isinstance(value, dict):
         return {_cleaned(key): _cleaned(one) for key, one in value.items()}
     return type(value)(map(_cleaned, value)) if isinstance(value, list | tuple) else value

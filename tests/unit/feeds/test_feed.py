@@ -24,6 +24,7 @@ import vllm_scope
 from tests.recorded import RecordedEngine, Rows
 from tests.recorded_feeder import DIES, STARTS, stand_in
 from vllm_scope import Read, ScopeError, SpecError
+from vllm_scope.errors import FileError
 from vllm_scope.feeds import row_feed, start
 from vllm_scope.feeds.messages import Channel, Ended
 
@@ -153,6 +154,14 @@ def test_what_is_wrong_with_the_documents_is_told_at_the_first_batch():
     with pytest.raises(SpecError, match="row 0 of a list of 1 has x"):
         list(stream(model=model, texts=[{"x": 3}]))
     assert list(stream(model=model, texts=[])) == []
+
+
+@pytest.mark.parametrize("model", ["recorded", LLM()], ids=["process", "llm"])
+def test_an_error_that_names_a_path_that_is_no_utf8_is_told(model, tmp_path):
+    path = tmp_path / os.fsdecode(b"set\xff.jsonl")
+    path.write_text('{"text": "a"}\n{"text"')
+    with pytest.raises(FileError, match=r"line 2 of .*set\?\.jsonl cannot be read"):
+        list(stream(model=model, texts=str(path)))
 
 
 @pytest.mark.parametrize("model", ["recorded", LLM()], ids=["process", "llm"])

@@ -7,8 +7,11 @@ import json
 import uuid
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import vllm_scope
 from tests.unit.files.test_files import LAYOUTS, STREAMS, put, record_of, rows_of, writer_of
@@ -207,6 +210,67 @@ def test_draft_samples_of_two_dtypes_are_refused(tmp_path):
         export_speculators(vllm_scope.open(tmp_path / "in"), tmp_path / "out", streams)
 
 
+@pytest.mark.parametrize("position", [-1, 6, 1 << 40])
+@pytest.mark.parametrize(
+    "export",
+    [
+        pytest.param(lambda c, out: export_dataset(c, out, [("embed", 0)]), id="dataset"),
+        pytest.param(lambda c, out: export_saelens(c, out, "embed", 0, "h", 1), id="saelens"),
+    ],
+)
+def test_a_row_without_a_token_is_a_damaged_file(export, position, tmp_path):
+    pytest.importorskip("pyarrow")
+    with writer_of(tmp_path / "in", layout="per_request") as writer:
+        request = writer.begin()
+        request.write("embed", 0, np.arange(5), rows_of(1, 5, dtype=torch.float32))
+        request.finish(record_of(6, 0, expected=5, delivered=5, name="a"))
+    path = tmp_path / "in" / "a.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    tensors["embed.0.positions"][3] = position
+    save_file(tensors, path, metadata)
+    with pytest.raises(FileError, match=f"a row at position {position}, and it has 6 tokens"):
+        export(vllm_scope.open(path), tmp_path / "out")
+
+
+def test_draft_samples_with_more_rows_than_tokens_are_refused(tmp_path):
+    pytest.importorskip("pyarrow")
+    with writer_of(tmp_path / "in", layout="per_request") as writer:
+        request = writer.begin()
+        request.write("embed", 0, np.arange(5), rows_of(1, 5, dtype=torch.float32))
+        request.finish(record_of(6, 0, expected=5, delivered=5, name="a"))
+    path = tmp_path / "in" / "a.safetensors"
+    with safe_open(path, "pt") as file:
+        index = file.metadata()["vllm_scope"].replace(
+            '"num_prompt_tokens":6', '"num_prompt_tokens":4'
+        )
+    save_file(load_file(path), path, {"vllm_scope": index})
+    with pytest.raises(FileError, match="a row at position 4, and it has 4 tokens"):
+        export_speculators(vllm_scope.open(path), tmp_path / "out", [("embed", 0)])
+
+
+@pytest.mark.parametrize("width", [1 << 70, 1 << 40, 13, -1])
+def test_exports_refuse_an_index_with_a_wrong_width(width, tmp_path):
+    pytest.importorskip("pyarrow")
+    with writer_of(tmp_path / "in", layout="per_request") as writer:
+        put(writer, 1, name="a")
+    path = tmp_path / "in" / "a.safetensors"
+    with safe_open(path, "pt") as file:
+        index = file.metadata()["vllm_scope"].replace('"shape":[8,12]', f'"shape":[8,{width}]')
+    save_file(load_file(path), path, {"vllm_scope": index})
+    capture = vllm_scope.open(path)
+    for number, export in enumerate(
+        (
+            lambda out: export_dataset(capture, out, [("embed", 0)]),
+            lambda out: export_saelens(capture, out, "embed", 0, "h", 2),
+            lambda out: export_speculators(capture, out, [("embed", 0)]),
+        )
+    ):
+        with pytest.raises(FileError, match="contradicts itself"):
+            export(tmp_path / str(number))
+
+
 def test_exports_refuse_what_they_cannot_do(capture, tmp_path):
     pytest.importorskip("pyarrow")
     with pytest.raises(ConfigError, match="float32 or float16"):
@@ -246,6 +310,19 @@ def test_a_remote_root_has_the_same_files_as_a_local_one(kind, layout, tmp_path)
     assert not [name for name in found if name.endswith(".tmp")]
     one = next(name for name in found if name.endswith((".safetensors", ".npz")))
     assert len(vllm_scope.open(f"{kind}://{one}")) >= 1
+
+
+@pytest.mark.parametrize("layout", ["per_request", "npz"])
+def test_a_remote_file_that_was_replaced_after_it_was_listed_is_refused(layout):
+    pytest.importorskip("fsspec")
+    root = f"memory://{uuid.uuid4().hex}/captures"
+    with writer_of(root, layout=layout) as writer:
+        put(writer, 1, name="a", tag="t")
+        before = vllm_scope.open(root)
+        rows = put(writer, 2, name="a", tag="t")[1]
+    with pytest.raises(FileError, match=r"t/a\..* was replaced after it was listed"):
+        assert before["a"]["embed", 0] is None
+    assert torch.equal(vllm_scope.open(root)["a"]["embed", 0], rows["embed", 0])
 
 
 def test_a_missing_remote_root_is_an_error(tmp_path):

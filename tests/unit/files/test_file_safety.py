@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 
 import vllm_scope
 from tests.unit.files.test_files import LAYOUTS, put, record_of, store, writer_of
+from tests.unit.recording import nobody
 from vllm_scope.errors import ConfigError, FileError
 from vllm_scope.files import FileOptions, publish
 from vllm_scope.files.datafile import NpzFile
@@ -534,6 +535,19 @@ def test_an_index_that_contradicts_its_file_is_refused(change, says, tmp_path):
         use()
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("first", [0, 1 << 40])
+def test_rows_that_an_index_invents_are_refused_before_a_training_counts_them(
+    shuffle, first, tmp_path
+):
+    _forged(tmp_path, _stream(shape=[1 << 40, 12], first=first))
+    capture = vllm_scope.open(tmp_path)
+    started = time.thread_time()
+    with pytest.raises(FileError, match="rows up to"):
+        capture.iter_rows("embed", 0, 4, shuffle=shuffle)
+    assert time.thread_time() - started < 1
+
+
 def test_an_index_names_no_path_that_is_opened(tmp_path):
     (tmp_path / "secret.safetensors").write_bytes(b"x" * 100)
     root = tmp_path / "root"
@@ -693,6 +707,25 @@ def test_a_link_to_a_file_is_not_followed_unless_the_caller_names_it(tmp_path):
     with pytest.raises(FileError, match=r"a\.safetensors is a symbolic link"):
         vllm_scope.open(root)
     assert len(vllm_scope.open(link)) == 1
+
+
+def test_a_folder_that_may_not_be_read_is_refused_and_not_left_out(tmp_path):
+    root = tmp_path / "root"
+    with writer_of(root, layout="per_request") as writer:
+        put(writer, 1, tag="open", name="a")
+        put(writer, 2, tag="shut", name="b")
+    (root / "lost+found").mkdir(mode=0)  # on a disk, it is root's alone
+    with nobody(tmp_path):
+        assert len(vllm_scope.open(root)) == 2
+        (root / "shut").chmod(0)
+        for path in (root, root / "shut"):
+            with pytest.raises(FileError, match="shut cannot be read: Permission denied"):
+                vllm_scope.open(path)
+        with pytest.raises(FileError, match=r"b\.safetensors' cannot be read: Permission denied"):
+            vllm_scope.open(root / "shut" / "b.safetensors")
+        assert len(vllm_scope.open(root / "open")) == 1
+    with pytest.raises(FileError, match="cannot be read: File name too long"):
+        vllm_scope.open("x" * 5000)
 
 
 def test_many_pieces_of_one_request_are_opened_quickly(tmp_path):

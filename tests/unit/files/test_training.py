@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+import vllm_scope
 from tests.unit.files.test_files import put, writer_of
 from vllm_scope.errors import FileError
 from vllm_scope.files import RowDataset, iterate
@@ -122,6 +124,17 @@ def test_a_loaded_state_goes_on_with_the_same_batches(captured, taken, size, shu
     assert [batch.tolist() for batch in later] == [batch.tolist() for batch in second]
 
 
+def test_a_state_that_was_kept_as_json_is_taken(captured):
+    root, _ = captured
+    dataset = RowDataset(root, *STREAM, 32)
+    whole = list(dataset)
+    batches = iter(dataset)
+    next(batches)
+    later = RowDataset(root, *STREAM, 32)
+    later.load_state_dict(json.loads(json.dumps(dataset.state_dict())))
+    assert sum(map(len, later)) == sum(map(len, whole)) - 32
+
+
 def test_a_state_of_another_order_is_refused(captured):
     root, _ = captured
     state = RowDataset(root, *STREAM, 32).state_dict()
@@ -129,6 +142,22 @@ def test_a_state_of_another_order_is_refused(captured):
         RowDataset(root, *STREAM, 16).load_state_dict(state)
     with pytest.raises(FileError, match=r"the state is of part \(0, 1\)"):
         RowDataset(root, *STREAM, 32, part=(1, 2)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"part": (2, 2)}, r"part is \(2, 2\); it must be"),
+        ({"part": (-1, 2)}, r"part is \(-1, 2\); it must be"),
+        ({"part": (0, 0)}, r"part is \(0, 0\); it must be"),
+        ({"skip": -1}, "skip is -1; it must be at least 0"),
+    ],
+)
+def test_a_part_or_a_skip_that_would_lose_rows_is_refused(options, sentence, shuffle, captured):
+    root, _ = captured
+    with pytest.raises(ValueError, match=sentence):
+        vllm_scope.open(root).iter_rows(*STREAM, 8, shuffle=shuffle, **options)
 
 
 @pytest.mark.parametrize(

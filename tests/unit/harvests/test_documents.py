@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.recording import nobody
 from vllm_scope.errors import FileError, SpecError
 from vllm_scope.harvests.documents import find_documents
 from vllm_scope.harvests.manifest import HarvestManifest
@@ -187,6 +188,29 @@ def test_a_damaged_file_is_refused_with_its_name(tmp_path):
 def test_a_path_that_is_not_there_is_refused_as_a_path(name):
     with pytest.raises(FileError, match=f"there is no file or folder {name}; give the path of an"):
         find_documents(name)
+
+
+def test_a_folder_that_may_not_be_read_is_refused_and_not_left_out(tmp_path):
+    (tmp_path / "set" / "shut").mkdir(parents=True)
+    for name in ("a.txt", "shut/b.txt"):
+        (tmp_path / "set" / name).write_text("first")
+    with nobody(tmp_path):
+        assert find_documents(tmp_path / "set").count == 2
+        (tmp_path / "set" / "shut").chmod(0)
+        with pytest.raises(FileError, match="shut cannot be read: Permission denied"):
+            find_documents(tmp_path / "set")
+        with pytest.raises(FileError, match=r"b\.txt' cannot be read: Permission denied"):
+            find_documents(tmp_path / "set" / "shut" / "b.txt")
+    with pytest.raises(FileError, match="cannot be read: File name too long"):
+        find_documents("a text in place of a list of texts " * 200)
+
+
+def test_a_folder_is_read_whatever_its_name_ends_with(tmp_path):
+    (tmp_path / "x.parquet").mkdir()
+    (tmp_path / "x.parquet" / "part.txt").write_text("second")
+    (tmp_path / "a.txt").write_text("first")
+    found = find_documents(tmp_path)
+    assert [document.content for document in found] == ["first", "second"]
 
 
 def test_without_the_package_datasets_a_name_is_refused_with_a_sentence(monkeypatch):

@@ -85,6 +85,7 @@ def test_a_sink_that_hangs_is_waited_for_as_long_as_its_patience_and_then_not(mo
         pytest.param(Report(files=[3]), id="a-number-as-a-file"),
         pytest.param(Report(details={"x": object()}), id="an-object"),
         pytest.param(Report(details={"x": np.float32(1)}), id="a-numpy-number"),
+        pytest.param(Report(details={"x": {(1, 2): 3}}), id="a-key-that-json-cannot-have"),
         pytest.param(Report(status="fine"), id="no-status"),
         pytest.param(Report(published=True), id="no-future"),
         pytest.param(SystemExit(), id="it-exits"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from concurrent.futures import Future
 from typing import ClassVar
@@ -87,6 +88,18 @@ def test_a_sinks_exception_is_reported_whatever_its_text(monkeypatch, caplog, wh
     assert all(len(record.getMessage()) < 2 * MOST_LOGGED for record in logged)
     assert not any(record.exc_info for record in logged), "which would be the whole text"
     assert any("Traceback" in record.getMessage() for record in logged)
+
+
+def test_numbers_of_a_report_that_json_does_not_have_are_none(monkeypatch):
+    report = Report(details={"loss": math.nan, "all": [1.5, math.inf, -math.inf]})
+    monkeypatch.setattr(Live, "finish", lambda self, ending: report)
+    with side(monkeypatch, {"mine": {}}, mine=Live) as here:
+        here.add(1, READ)
+        here.write(1, [0, 1, 2])
+        here.end(1)
+        manifest = here.manifest(1)
+    assert manifest.status == "ok"
+    assert manifest.details == [{"loss": None, "all": [1.5, None, None]}]
 
 
 def test_lone_surrogates_of_a_report_are_replaced(monkeypatch):
