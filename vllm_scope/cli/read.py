@@ -76,4 +76,4 @@ def _write(path: Path, scope: ScopeData) -> None:
         # `save_file` would give the file the mode 0600, whatever the umask is.
         path.write_bytes(save(arrays))
     except OSError as error:
-        raise FileError(f"{path} cannot be written: {error}. Name another file.") from None
+        raise FileError(f"{path} cannot be written: {error.strerror}. Name another file.") from None
