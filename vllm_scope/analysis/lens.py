@@ -181,8 +181,12 @@ def top_tokens(
     The tokens at position p are predictions for position p + 1.
 
     Raises:
-        SpecError: the result is not complete, or has no rows of the site.
+        SpecError: the result is not complete, or has no rows of the site. Or `k` is below 1 or
+            above the lens's number of tokens.
     """
+    most = len(lens.unembedding)
+    if not 1 <= k <= most:
+        raise SpecError(f"k is {k}; it must be from 1 to {most:,}, the lens's number of tokens.")
     check_complete(result, "the result")
     layers = sorted(layer for name, layer in result.keys() if name == site)
     if not layers:

@@ -37,7 +37,8 @@ def sums_at(found: Found, stream: SiteLayer, labels: Iterable[str] | None = None
     """Add the sums of some labels at a stream.
 
     Args:
-        labels: the names of the labels, or None for all labels that have sums at the stream.
+        labels: the names of the labels, or None for all labels that have sums at the stream. A
+            label that is named several times is added one time.
 
     Raises:
         SpecError: a label has no sums, no rows, or rows that are missing or not finite, or the
@@ -45,7 +46,7 @@ def sums_at(found: Found, stream: SiteLayer, labels: Iterable[str] | None = None
     """
     stream = stream_of(stream)
     known = {label: sums for (*place, label), sums in found.items() if tuple(place) == stream}
-    wanted = list(known if labels is None else labels)
+    wanted = list(dict.fromkeys(known if labels is None else labels))
     if not wanted:
         raise SpecError(f"there are no sums at {name_of(stream)}; {_there(found)}.")
     for label in wanted:
@@ -224,17 +225,22 @@ def lda_probe(
         pooling, model, template: fields of the probe, as in `train_probe`.
 
     Raises:
-        SpecError: `sums_at` refuses a label, the sums have no covariance, or the covariance is
-            singular. If there are fewer rows than a row has numbers, shrinkage must be above 0.
+        SpecError: `sums_at` refuses a label, a label is in both classes, the sums have no
+            covariance, or the covariance is singular. If there are fewer rows than a row has
+            numbers, shrinkage must be above 0.
     """
     if not 0 <= shrinkage <= 1:
         raise SpecError(f"shrinkage is {shrinkage!r}; it must be a number from 0 to 1.")
     stream = as_stream(stream_of(stream))
     checked_pooling(pooling)
-    up, down = (
-        sums_at(found, stream, [some] if isinstance(some, str) else some)
-        for some in (positive, negative)
-    )
+    classes = [[some] if isinstance(some, str) else list(some) for some in (positive, negative)]
+    both = [label for label in classes[0] if label in classes[1]]
+    if both:
+        raise SpecError(
+            f"the labels {shown(both)} are in both classes, positive and negative; name each label "
+            "in one class."
+        )
+    up, down = (sums_at(found, stream, labels) for labels in classes)
     within = (_scatter(up) + _scatter(down)) / (up.count + down.count)
     width = len(within)
     shrunk = (1 - shrinkage) * within + shrinkage * np.trace(within) / width * np.eye(width)

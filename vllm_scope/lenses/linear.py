@@ -114,12 +114,14 @@ class LinearLens:
             [..., d_model], float64.
 
         Raises:
-            SpecError: the lens has no map for the place, or a number of the map is not finite in
-                float32.
+            SpecError: the lens has no map for the place, the rows have another width, or a number
+                of the map is not finite in float32.
         """
         if place not in self.maps:
             known = ", ".join(f"{site} {layer}" for site, layer in self.maps)
             raise self._wrong(f"it has no map of {tuple(place)}; it has {known}")
+        if rows.shape[-1:] != (self.d_model,):
+            raise self._wrong(f"it maps rows of {self.d_model}, not of shape {list(rows.shape)}")
         weight, bias = self.checked(Place(*place))
         x = rows.double()
         found = x @ weight.double().T

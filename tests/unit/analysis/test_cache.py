@@ -278,7 +278,10 @@ def test_a_lens_that_does_not_fit_is_refused():
     with pytest.raises(SpecError, match="for size 2"):
         Lens(torch.ones(2), 0.0, torch.eye(2)).logits(torch.ones(1, 3))
     with pytest.raises(SpecError, match="has no 'resid_post'"):
-        top_tokens(Lens(torch.ones(2), 0.0, torch.eye(2)), result_of(EMBED))
+        top_tokens(Lens(torch.ones(2), 0.0, torch.eye(2)), result_of(EMBED), k=1)
+    for k in (0, 3):
+        with pytest.raises(SpecError, match=f"k is {k}; it must be from 1 to 2"):
+            top_tokens(Lens(torch.ones(2), 0.0, torch.eye(2)), result_of(EMBED), k)
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,12 @@ def test_an_lda_probe_is_that_of_the_rows(rows, found, shrinkage):
     np.testing.assert_array_equal(both.weight, probe.weight)
 
 
+def test_a_label_is_in_one_class_and_counts_once(rows, found):
+    with pytest.raises(SpecError, match=r"the labels \['a'\] are in both classes"):
+        lda_probe(found, STREAM, ["a", "b"], "a")
+    assert sums_at(found, STREAM, ["a", "a"]).count == len(rows["a"])
+
+
 class _Known:
     """A covariance estimator that is told the covariance."""
 

@@ -139,6 +139,9 @@ def test_a_number_that_is_not_finite_is_refused_when_the_map_is_used():
     assert "has no map of ('resid_post', 1); it has resid_post 4" in refused(
         lambda: lens.map(ROWS, ("resid_post", 1))
     )
+    assert f"it maps rows of {SIZE}, not of shape [2, 3]" in refused(
+        lambda: lens.map(torch.ones(2, 3), ("resid_post", 4))
+    )
     both = {Place(site, 1): Affine(weight, None) for site in ("resid_pre", "resid_post")}
     assert "it has maps of resid_post, resid_pre; a file has one" in refused(
         lambda: LinearLens("both", both).save("nowhere")
