@@ -60,11 +60,13 @@ def seeing(tmp_path_factory, request) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(seeing):
+def engine(seeing, tmp_path_factory):
     from vllm.model_executor.models import registry
 
-    # vLLM inspects a model's class in a new process, which would import torchvision's library.
+    # vLLM inspects a model's class in a new process, which would import torchvision's library. vLLM
+    # would keep what it found for processes without torchvision.
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
         with local_engine(
             seeing, dtype="float32", skip_tokenizer_init=False, block_size=32,

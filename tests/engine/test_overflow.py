@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from tests.conftest import async_engine, local_engine, preempted_in
 from vllm_scope import Add, Read, Replace, SpecError, scope
+from vllm_scope.results.inbox import inbox
 
 BLOCK = 32
 #: Few blocks, so that each is soon another request's.
@@ -227,3 +229,5 @@ def test_a_stream_ends_with_the_error_where_steps_overlap(checkpoints):
             engine.shutdown()
 
     asyncio.run(run())
+    gc.collect()
+    assert len(inbox()) == 0

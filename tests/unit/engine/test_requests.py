@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
+from concurrent.futures import Future
 from copy import copy
 from types import SimpleNamespace
 
@@ -449,3 +452,28 @@ def test_a_stream_whose_caller_is_slow_is_refused_with_the_reason():
 
     asyncio.run(read())
     assert len(lives) == before - 1, "the completion, and its rows, would stay in memory"
+
+
+def test_an_error_in_a_stream_does_not_keep_the_streams_earlier_outputs():
+    """The frames of the caller, which the error's traceback holds, can hold these outputs."""
+    pending = State(asked=SimpleNamespace(probes=()), error=None, done=Future(), num_came=0)
+    running, state = Running(pending, Decorators(), None, ""), State()
+    running.give = lambda output, completion: None
+    last = refused("r", SpecError("an edit makes a row that is not finite."))
+    before, came = len(lives), []
+
+    async def stream():
+        yield _made(running, state, [7], None, None)
+        yield _made(running, state, [], "error", last.stop_reason)
+
+    async def read():
+        earlier = []
+        async for output in outputs._settled(State(output_processor=State()), stream()):
+            earlier.append(output)
+            came.append(weakref.ref(output.outputs[0]))
+
+    with pytest.raises(SpecError, match="not finite"):
+        asyncio.run(read())
+    gc.collect()
+    assert [one() for one in came] == [None]
+    assert len(lives) == before

@@ -96,17 +96,22 @@ async def _settled(engine: AsyncLLM, stream: Outputs) -> Outputs:
         async for output in stream:
             connection = connections.of(engine.output_processor)
             for completion in output.outputs:
-                refused, running = refusal_of(completion), running_of(completion)
+                refused = refusal_of(completion)
                 if refused is not None:
                     if isinstance(refused, UnheldError):
                         ahead.doubt(engine.output_processor)
+                    running = running_of(completion)
                     if connection and running and names_module(running.text):
                         # Another front-end can have changed the names of steering modules.
                         connection.doubt_modules()
-                    # The error's traceback holds this frame, and the frame holds the completion.
-                    # The completion's entry in `lives` holds the error. Without `pop`, these
-                    # references would keep the error and the completion in memory.
+                    # The error's traceback holds this frame and the caller's frames, which hold the
+                    # completions of the request. If the Running, or the entry of a completion in
+                    # `lives`, held the error, these references would keep the completions and the
+                    # request's rows in memory.
+                    if running is not None:
+                        running.refusal = None
                     lives.pop(completion)
+                    del running
                     raise refused
             for pending in _waiting_for(output):
                 assert connection is not None
