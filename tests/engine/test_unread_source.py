@@ -141,7 +141,7 @@ def test_a_site_that_numbers_do_not_prove_ends_the_start(llama, tmp_path):
 
 
 def test_an_engine_with_monitors_does_not_start_without_taps(llama, tmp_path):
-    """Otherwise it would start, and refuse every request."""
+    """Otherwise the engine would start, and would refuse every request."""
     monitors = {"one": {"weight": [1.0], "layers": [0], "threshold": 0.5}}
     config = {"scope": {"monitors": monitors}}
     words = "monitors: every request would have these monitors, and would be refused: this model"

@@ -26,7 +26,7 @@ _EPS: dict[str, Literal["rms", "layer"]] = {
     "rms_norm_eps": "rms", "layer_norm_eps": "layer", "layer_norm_epsilon": "layer",
 }  # fmt: skip
 #: The kind of norm of the models (`model_type`) whose field in _EPS belongs to the other kind.
-#: Source: vLLM's files of these models, and transformers' for falcon_mamba.
+#: Source: the files of these models in vLLM, and the file of falcon_mamba in transformers.
 _NORMS: dict[object, Literal["rms", "layer"]] = {
     "exaone": "rms", "falcon_mamba": "rms", "mamba": "rms", "mamba2": "rms", "molmo": "rms",
     "molmo2_text": "rms", "nemotron_h": "rms", "orion": "layer", "phimoe": "layer",

@@ -349,9 +349,9 @@ def _solve(matrix: Floats, vector: Floats, rank: int) -> Floats:
     """Solve a linear system whose matrix is symmetric and positive semi-definite.
 
     Args:
-        rank: the largest rank that the matrix can have without rounding. If the rows have a large
-            mean, the pivots of a singular matrix are rounding errors of the mean's square, and do
-            not show that the matrix is singular.
+        rank: the largest rank that the exact matrix can have, by the number of rows. If the rows
+            have a large mean, rounding errors make the pivots of a singular matrix so large that
+            the pivots do not show that the matrix is singular.
 
     Raises:
         SpecError: the matrix is singular.

@@ -32,7 +32,8 @@ def upper_blocks(width: int) -> Iterator[tuple[slice, slice]]:
 
 def num_waiting(width: int) -> int:
     """The largest number of rows of this width that wait on the device for their products x x^T."""
-    # With a multiple of 8, the float64 sums behind these rows are aligned for every width.
+    # The float64 sums are stored after these rows. They are aligned for every width if the number
+    # of rows is a multiple of 8.
     return min(max(-(-width // 8) * 8, LEAST_ROWS), MOST_ROWS)
 
 

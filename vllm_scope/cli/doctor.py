@@ -114,6 +114,7 @@ def _say_saes(console: Console, report: ModelReport, paths: Mapping[str, str]) -
     from vllm_scope.saes.load import load_saes
     from vllm_scope.worker.held_saes import num_bytes
 
+    tapped = _tapped(report)
     try:
         found = load_saes(paths)
         for name, sae in found.items():
@@ -124,7 +125,7 @@ def _say_saes(console: Console, report: ModelReport, paths: Mapping[str, str]) -
                     f"{paths[name]} is of rows of {sae.d_model:,} numbers; this model's rows of "
                     f"{site} have {width:,}."
                 )
-            if sae.place.boundary not in _tapped(report):
+            if sae.place.boundary not in tapped:
                 raise ConfigError(
                     f"{paths[name]} is of {site} {sae.place.layer}, where an engine with these "
                     "sites has no tap. Add the site to --sites, or name an SAE of another place."
@@ -150,6 +151,7 @@ def _say_lenses(console: Console, report: ModelReport, paths: Mapping[str, str])
     from vllm_scope.lenses.linear import load_lens
     from vllm_scope.worker.lens import num_bytes
 
+    tapped = _tapped(report)
     total = 0.0
     for name, path in paths.items():
         try:
@@ -159,7 +161,7 @@ def _say_lenses(console: Console, report: ModelReport, paths: Mapping[str, str])
                     f"{path} is of rows of {lens.d_model:,} numbers; this model's rows "
                     f"have {report.hidden_size:,}."
                 )
-            places = [one for one in lens.places if one.boundary in _tapped(report)]
+            places = [one for one in lens.places if one.boundary in tapped]
             if not places:
                 raise ConfigError(
                     f"{path} has no map of a place where an engine with these sites has a tap. Add "

@@ -16,6 +16,7 @@ from vllm_scope.cli.remote import (
     asking,
     check_whole,
     layers_of,
+    print_answer,
     printable,
     scope_of,
 )
@@ -43,9 +44,7 @@ def read(
         scope = scope_of(server, out.scope)
         if save is not None:  # write first, so that a later error does not lose the rows
             _write(save, scope)
-        told = Text(printable(prompt)).append(printable(out.text), "bold")
-        # A pipe gets the text without new line breaks.
-        console.print(told, soft_wrap=not console.is_terminal)
+        print_answer(console, Text(printable(prompt)).append(printable(out.text), "bold"))
         console.print(_table(scope))
         check_whole(scope)
         if save is not None:

@@ -57,6 +57,11 @@ def asking(server: Server, console: Console) -> Iterator[ScopeClient]:
         _fail(console, sentence_of(error))
 
 
+def print_answer(console: Console, text: Text) -> None:
+    """Print a model's answer. Lines of a text that goes to a pipe are not wrapped."""
+    console.print(text, soft_wrap=not console.is_terminal)
+
+
 def sentence_of(error: Exception) -> str:
     """The sentence to print for an error of this package, a system error or an ImportError."""
     if isinstance(error, FileNotFoundError) and error.filename is not None:

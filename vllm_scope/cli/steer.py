@@ -7,7 +7,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from vllm_scope.cli.remote import Server, asking, check_whole, printable, scope_of
+from vllm_scope.cli.remote import (
+    Server,
+    asking,
+    check_whole,
+    print_answer,
+    printable,
+    scope_of,
+)
 from vllm_scope.errors import ScopeError
 from vllm_scope.request.actions import Action, Add
 from vllm_scope.request.sites import MODEL_SITES
@@ -23,9 +30,8 @@ def steer(server: Server, prompt: str, module: str, scales: list[float]) -> None
             out = client.complete(prompt, *actions, **server.fields)
             if actions:  # in an incomplete request, the module can be missing
                 check_whole(scope_of(server, out.scope))
-            told = Text(f"{scale:+g} ", "cyan").append(printable(out.text), "default")
-            # A pipe gets the text without new line breaks.
-            console.print(told, soft_wrap=not console.is_terminal)
+            answer = Text(f"{scale:+g} ", "cyan").append(printable(out.text), "default")
+            print_answer(console, answer)
 
 
 def _additions(module: str, scale: float) -> list[Action]:

@@ -196,7 +196,7 @@ def _without_urls(body: object) -> object:
 
 
 def not_taken(plugin: str, own: Mapping[str, object], error: Exception) -> ConfigError:
-    """The ConfigError for a plugin's constructor that has raised an error.
+    """The ConfigError to raise after a plugin's constructor has raised `error`.
 
     Args:
         plugin: the kind and the name of the plugin.

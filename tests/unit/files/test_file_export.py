@@ -210,6 +210,15 @@ def test_draft_samples_of_two_dtypes_are_refused(tmp_path):
         export_speculators(vllm_scope.open(tmp_path / "in"), tmp_path / "out", streams)
 
 
+def five_rows_in(folder):
+    """The file of a request with six tokens and the rows of five."""
+    with writer_of(folder, layout="per_request") as writer:
+        request = writer.begin()
+        request.write("embed", 0, np.arange(5), rows_of(1, 5, dtype=torch.float32))
+        request.finish(record_of(6, 0, expected=5, delivered=5, name="a"))
+    return folder / "a.safetensors"
+
+
 @pytest.mark.parametrize("position", [-1, 6, 1 << 40])
 @pytest.mark.parametrize(
     "export",
@@ -220,11 +229,7 @@ def test_draft_samples_of_two_dtypes_are_refused(tmp_path):
 )
 def test_a_row_without_a_token_is_a_damaged_file(export, position, tmp_path):
     pytest.importorskip("pyarrow")
-    with writer_of(tmp_path / "in", layout="per_request") as writer:
-        request = writer.begin()
-        request.write("embed", 0, np.arange(5), rows_of(1, 5, dtype=torch.float32))
-        request.finish(record_of(6, 0, expected=5, delivered=5, name="a"))
-    path = tmp_path / "in" / "a.safetensors"
+    path = five_rows_in(tmp_path / "in")
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     tensors = load_file(path)
@@ -236,11 +241,7 @@ def test_a_row_without_a_token_is_a_damaged_file(export, position, tmp_path):
 
 def test_draft_samples_with_more_rows_than_tokens_are_refused(tmp_path):
     pytest.importorskip("pyarrow")
-    with writer_of(tmp_path / "in", layout="per_request") as writer:
-        request = writer.begin()
-        request.write("embed", 0, np.arange(5), rows_of(1, 5, dtype=torch.float32))
-        request.finish(record_of(6, 0, expected=5, delivered=5, name="a"))
-    path = tmp_path / "in" / "a.safetensors"
+    path = five_rows_in(tmp_path / "in")
     with safe_open(path, "pt") as file:
         index = file.metadata()["vllm_scope"].replace(
             '"num_prompt_tokens":6', '"num_prompt_tokens":4'

@@ -90,14 +90,19 @@ def test_a_sinks_exception_is_reported_whatever_its_text(monkeypatch, caplog, wh
     assert any("Traceback" in record.getMessage() for record in logged)
 
 
-def test_numbers_of_a_report_that_json_does_not_have_are_none(monkeypatch):
-    report = Report(details={"loss": math.nan, "all": [1.5, math.inf, -math.inf]})
+def manifest_after(report, monkeypatch):
+    """The manifest of a request whose sink returns this report."""
     monkeypatch.setattr(Live, "finish", lambda self, ending: report)
     with side(monkeypatch, {"mine": {}}, mine=Live) as here:
         here.add(1, READ)
         here.write(1, [0, 1, 2])
         here.end(1)
-        manifest = here.manifest(1)
+        return here.manifest(1)
+
+
+def test_numbers_of_a_report_that_json_does_not_have_are_none(monkeypatch):
+    report = Report(details={"loss": math.nan, "all": [1.5, math.inf, -math.inf]})
+    manifest = manifest_after(report, monkeypatch)
     assert manifest.status == "ok"
     assert manifest.details == [{"loss": None, "all": [1.5, None, None]}]
 
@@ -107,12 +112,7 @@ def test_lone_surrogates_of_a_report_are_replaced(monkeypatch):
         [f"a{HALF}"], {f"s{HALF}": {"dtype": f"d{HALF}"}}, None, f"r{HALF}",
         {f"k{HALF}": [{"v": f"v{HALF}"}]},
     )  # fmt: skip
-    monkeypatch.setattr(Live, "finish", lambda self, ending: report)
-    with side(monkeypatch, {"mine": {}}, mine=Live) as here:
-        here.add(1, READ)
-        here.write(1, [0, 1, 2])
-        here.end(1)
-        manifest = here.manifest(1)
+    manifest = manifest_after(report, monkeypatch)
     assert (manifest.status, manifest.files) == ("ok", ["a?"])
     assert manifest.streams["s?"] == {"dtype": "d?"}
     assert manifest.details == [{"k?": [{"v": "v?"}]}]
@@ -130,12 +130,7 @@ def test_lone_surrogates_of_a_report_are_replaced(monkeypatch):
     ],
 )
 def test_a_report_of_any_size_costs_its_caller_little(monkeypatch, report, status, says):
-    monkeypatch.setattr(Live, "finish", lambda self, ending: report)
-    with side(monkeypatch, {"mine": {}}, mine=Live) as here:
-        here.add(1, READ)
-        here.write(1, [0, 1, 2])
-        here.end(1)
-        manifest = here.manifest(1)
+    manifest = manifest_after(report, monkeypatch)
     assert manifest.status == status
     assert says in manifest.reason
     assert len(manifest.reason) <= MOST_REASON

@@ -94,29 +94,37 @@ def _generate(
 async def _settled(engine: AsyncLLM, stream: Outputs) -> Outputs:
     async with aclosing(stream):
         async for output in stream:
-            connection = connections.of(engine.output_processor)
             for completion in output.outputs:
-                refused = refusal_of(completion)
+                refused = _taken_refusal(engine, completion)
                 if refused is not None:
-                    if isinstance(refused, UnheldError):
-                        ahead.doubt(engine.output_processor)
-                    running = running_of(completion)
-                    if connection and running and names_module(running.text):
-                        # Another front-end can have changed the names of steering modules.
-                        connection.doubt_modules()
-                    # The error's traceback holds this frame and the caller's frames, which hold the
-                    # completions of the request. If the Running, or the entry of a completion in
-                    # `lives`, held the error, these references would keep the completions and the
-                    # request's rows in memory.
-                    if running is not None:
-                        running.refusal = None
-                    lives.pop(completion)
-                    del running
                     raise refused
             for pending in _waiting_for(output):
+                connection = connections.of(engine.output_processor)
                 assert connection is not None
                 await _arrival(pending, connection.deliver_timeout_s)
             yield settle(output)
+
+
+def _taken_refusal(engine: AsyncLLM, completion: object) -> ScopeError | None:
+    """The error with which EngineCore refused or ended the request of a completion, or None.
+
+    The package then holds the error no more, because the caller raises it. The error's traceback
+    holds the frames of the caller, and these frames hold the completions of the request. If the
+    package still held the error, the completions and the request's rows would stay in memory.
+    """
+    refused, running = refusal_of(completion), running_of(completion)
+    if refused is None:
+        return None
+    if isinstance(refused, UnheldError):
+        ahead.doubt(engine.output_processor)
+    connection = connections.of(engine.output_processor)
+    if connection and running and names_module(running.text):
+        # Another front-end can have changed the names of steering modules.
+        connection.doubt_modules()
+    if running is not None:
+        running.refusal = None
+    lives.pop(completion)
+    return refused
 
 
 async def _arrival(pending: Pending, timeout: float) -> None:
