@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import cProfile
+import gc
 import pstats
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from vllm import SamplingParams
 
 import vllm_scope
 from tests.conftest import TOYWORLD, local_engine
@@ -27,8 +29,6 @@ def llm():
 
 
 def generate(llm, num_tokens, spec=None):
-    from vllm import SamplingParams
-
     params = SamplingParams(
         temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, extra_args=spec
     )
@@ -77,6 +77,18 @@ def test_a_step_of_plain_requests_makes_few_calls(llm, earlier):
     found = calls_per_step(llm)
     assert found, "the plugin is not installed"
     assert sum(found.values()) <= MOST_CALLS, "\n".join(f"{n} {found[n]}" for n in found)
+
+
+def test_garbage_collections_are_rarer_until_the_last_request_with_taps_ends(llm):
+    usual, engine = gc.get_threshold(), llm.llm_engine
+    params = SamplingParams(max_tokens=4, ignore_eos=True, extra_args=SPECS["a read"])
+    engine.add_request("reads", {"prompt_token_ids": [5] * 8}, params)
+    found = []
+    while engine.has_unfinished_requests():
+        engine.step()
+        found.append(gc.get_threshold())
+    assert all(one > other for one, other in zip(found[0], usual, strict=True))
+    assert found[-1] == gc.get_threshold() == usual
 
 
 def test_a_request_with_taps_ends_the_rest(llm):

@@ -1,8 +1,11 @@
-"""Makes Python's garbage collections rarer while many requests are computed.
+"""Makes Python's garbage collections rarer while requests are computed.
 
 Owns:  `frozen_heap`, `seldom`.
-Runs:  in the front-end process, on the caller's thread. `seldom` also runs in EngineCore.
-To:    engine.offline, frontend.sweep_runs, core.variants.
+Runs:  in the front-end process, on the caller's thread: during sweeps and harvests. `seldom` also
+       runs in EngineCore, on the scheduler's thread: while a request has taps.
+To:    engine.offline, frontend.sweep_runs, core.scheduler.
+
+A collection keeps the GIL. In EngineCore it keeps the thread that launches the model waiting.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from contextlib import contextmanager
 
 #: The default thresholds of Python 3.11 are 700, 10 and 10. A running cell of a sweep has several
 #: hundred objects in EngineCore. The first threshold is about the number of objects of all running
-#: cells. Therefore most objects are freed before a collection visits them.
+#: cells. Therefore most objects are freed before a collection visits them. With the default
+#: thresholds, the collections of one batch of 256 requests with 64 probes took 63 ms of 4.2 s in
+#: EngineCore, and 32 ms if the requests had no taps (H100).
 _THRESHOLDS = (200_000, 20, 50)
 
 

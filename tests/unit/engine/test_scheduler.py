@@ -3,6 +3,7 @@ What is vLLM's own here is replaced by as little as the seams need."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -306,6 +307,42 @@ def test_a_session_keeps_what_it_entered_with(scheduler):
     for one in news:
         heard.take(one)
         assert heard[one.entrants["s"].spec] == edits
+
+
+# Garbage
+
+
+class Seldom:
+    """How often collections were made rarer, and not usual again."""
+
+    num = 0
+
+    def begin(self) -> None:
+        self.num += 1
+
+    def end(self) -> None:
+        self.num -= 1
+
+
+def test_collections_of_garbage_are_rarer_while_requests_with_taps_run(monkeypatch):
+    seldom = Seldom()
+    monkeypatch.setattr(scheduling, "seldom", seldom)
+    scheduler = Scheduler(Cost(4))
+    add(scheduler, "plain", None)
+    scheduling._add_to_scheduler(Scheduler.enqueue, scheduler, _request("reads", first_read=0))
+    for _ in range(2):  # the pieces of streamed input are one request
+        add(scheduler, "edits", 1)
+    assert seldom.num == 1
+    end(scheduler, "plain")
+    end(scheduler, "reads")
+    assert seldom.num == 1
+    end(scheduler, "edits")
+    assert seldom.num == 0
+    add(scheduler, "other", 1)
+    assert seldom.num == 1
+    del scheduler
+    gc.collect()
+    assert seldom.num == 0, "nobody else can end them"
 
 
 # News for the workers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -26,25 +25,6 @@ from vllm_scope.engine.refusals import refused
 from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.request.answers import NO_LOGPROBS, Answers
 from vllm_scope.request.resolved import NOTHING
-
-
-@pytest.fixture(autouse=True)
-def seldom(monkeypatch):
-    """Who begins and ends seldom collections."""
-
-    class Seldom:
-        num = 0
-
-        def begin(self):
-            self.num += 1
-
-        def end(self):
-            self.num -= 1
-
-    monkeypatch.setattr(core, "seldom", Seldom())
-    yield core.seldom
-    if core.seldom.num:  # of a scheduler in a cycle, which ends it
-        gc.collect()
 
 
 class Request(SimpleNamespace):
@@ -205,21 +185,6 @@ def test_a_variant_that_vllm_ends_with_an_error_has_a_sentence_too():
 def test_a_request_none_of_whose_variants_is_possible_is_refused():
     with pytest.raises(ScopeError, match=r"^first\.$"):
         entering("r", 2, refusals={0: "first.", 1: "second."})
-
-
-def test_collections_of_garbage_are_seldom_while_variants_run(seldom):
-    scheduler = Scheduler()
-    (one,) = variants_of(scheduler, entering("r", 1))
-    (other,) = variants_of(scheduler, entering("s", 1))
-    assert seldom.num == 1
-    step(scheduler, last(one.request_id, (7, -1.0), (3, -2.0)))
-    assert seldom.num == 1
-    aborted(scheduler, [other])
-    assert seldom.num == 0
-    variants_of(scheduler, entering("t", 1))
-    assert seldom.num == 1
-    del scheduler
-    assert seldom.num == 0, "nobody can end them any more"
 
 
 def test_who_ends_the_request_ends_its_variants_and_is_told_of_the_request():

@@ -36,6 +36,7 @@ from vllm_scope.engine.core.variants import (
     with_variants,
 )
 from vllm_scope.engine.core.verdicts import has_due, take_due
+from vllm_scope.engine.heap import seldom
 from vllm_scope.engine.model import sites_of, worker_is_here
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import (
@@ -63,6 +64,8 @@ class _State:
         admission: the scheduler's Admission; None before the first request with programs.
         ended: maps the id of an ended request with sinks to the request's accepted tokens. An entry
             stays in this mapping until a step's news contains the entry.
+        tapped: ids of the requests with taps that have not ended. While there are such requests,
+            Python's garbage collections are rarer in this process.
         summing: ids of running requests with Moments.
         accepted: maps the id of an ended request with Moments to the request's number of tokens. An
             entry stays in this mapping until a step's news contains the entry.
@@ -74,10 +77,28 @@ class _State:
     told: Told
     admission: Admission[Request] | None = None
     ended: dict[str, Ended] = field(default_factory=dict)
+    tapped: set[str] = field(default_factory=set)
     summing: set[str] = field(default_factory=set)
     accepted: dict[str, int] = field(default_factory=dict)
     resting: bool = False
     index: ScoreIndex | None = None
+
+    def __del__(self) -> None:
+        if self.tapped:  # the scheduler is freed, and `leave` will not be called
+            seldom.end()
+
+    def enter(self, request_id: str) -> None:
+        """Record a request with taps."""
+        if not self.tapped:
+            seldom.begin()
+        self.tapped.add(request_id)
+
+    def leave(self, request_id: str) -> None:
+        """Record the end of a request with taps."""
+        if request_id in self.tapped:
+            self.tapped.remove(request_id)
+            if not self.tapped:
+                seldom.end()
 
 
 _states: Beside[_State] = Beside()
@@ -132,6 +153,8 @@ def _add_to_scheduler(original: Callable[..., object], self: Scheduler, request:
     known, variants = entered(request), variants_of(self, request)
     if known is not None or variants:
         _state_of(self).resting = False
+    if known is not None:
+        _state_of(self).enter(request.request_id)
     if variants:
         for one in variants:
             self.add_request(one)
@@ -169,6 +192,8 @@ def _free(
 ) -> T:
     out = original(self, request, *args, **kwargs)
     known = entered(request)
+    if known is not None:
+        _state_of(self).leave(request.request_id)
     if known is not None and known.has_sinks:
         ended = Ended(tuple(request.output_token_ids), str(request.get_finished_reason()))
         _state_of(self).ended[request.request_id] = ended

@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.core.entered import entered
-from vllm_scope.engine.heap import seldom
 from vllm_scope.engine.refusals import sentence_in
 from vllm_scope.engine.vllm_types import EngineCoreOutput, Request, Scheduler
 from vllm_scope.engine.vllm_types import EngineCoreOutputs as Outputs
@@ -164,13 +163,7 @@ class _Running:
         #: made.
         self.others = False
 
-    def __del__(self) -> None:
-        if self.groups:  # the scheduler is freed, and `end` will not run for these groups
-            seldom.end()
-
     def begin(self, request: Request, group: _Group) -> None:
-        if not self.groups:
-            seldom.begin()
         self.groups[request.request_id] = request, group
         self.name_of |= dict.fromkeys(group.numbers, request.request_id)
 
@@ -178,8 +171,6 @@ class _Running:
         request, group = self.groups.pop(request_id)
         for one in group.requests.values():
             del self.name_of[one.request_id]
-        if not self.groups:
-            seldom.end()
         return request, group
 
     def take(self, outputs: Outputs) -> None:
