@@ -423,6 +423,31 @@ def test_an_llm_names_the_prompt_of_several_that_is_refused(errors, said):
     assert added == aborted == [f"{i}" for i in range(len(errors) - 1)]
 
 
+@pytest.mark.parametrize("asked", [{"scope": "{}"}, None], ids=["a-spec", "plain"])
+def test_garbage_collections_are_rarer_while_an_llm_adds_requests_with_a_spec(asked):
+    from vllm import LLM, SamplingParams
+
+    usual, inside = gc.get_threshold(), []
+
+    class One(LLM):
+        def __init__(self):
+            pass
+
+        def _resolve_mm_lora(self, prompt, lora):
+            return lora
+
+        def _add_request(self, prompt, params, **_):
+            inside.append(gc.get_threshold())
+            return prompt
+
+    frontend.wrap_llm()
+    params = [SamplingParams(), SamplingParams(extra_args=asked)]
+    One()._render_and_add_requests(prompts=["a", "b"], params=params)
+    assert gc.get_threshold() == usual
+    assert len(inside) == 2
+    assert all((each[0] > usual[0]) == bool(asked) for each in inside)
+
+
 def _made(running, state, token_ids, finish_reason, stop_reason):
     """An output of a stream, as vLLM makes it for the newest tokens of a request."""
 

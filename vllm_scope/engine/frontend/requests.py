@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -40,6 +40,7 @@ from vllm_scope.engine.frontend.prepared import (
     prepare,
 )  # fmt: skip
 from vllm_scope.engine.frontend.running import Running, runs
+from vllm_scope.engine.heap import seldom
 from vllm_scope.engine.monitors import monitors_of
 from vllm_scope.engine.params import TICKET, asks, dedicated, names_module, params_of, with_ticket
 from vllm_scope.engine.refusals import Refusing, named
@@ -377,7 +378,8 @@ def _add_several(
     **kwargs: object,
 ) -> T:
     """OfflineInferenceMixin._render_and_add_requests. If there are several prompts and one prompt
-    is refused, the error names this prompt."""
+    is refused, the error names this prompt. While requests with a spec are added, garbage
+    collections are rarer, because the engine waits for these requests."""
     number = 0
 
     def counted() -> Iterator[object]:
@@ -385,12 +387,13 @@ def _add_several(
         for number, prompt in enumerate(prompts):  # noqa: B007
             yield prompt
 
-    try:
-        return original(self, counted(), params, *args, **kwargs)
-    except ScopeError as error:
-        if len(params) < 2:
-            raise
-        raise named(error, f"prompts[{number}]") from None
+    with seldom if any(map(asks, params)) else nullcontext():
+        try:
+            return original(self, counted(), params, *args, **kwargs)
+        except ScopeError as error:
+            if len(params) < 2:
+                raise
+            raise named(error, f"prompts[{number}]") from None
 
 
 @cache
