@@ -87,7 +87,7 @@ def test_garbage_collections_are_rarer_until_the_last_request_with_taps_ends(llm
     while engine.has_unfinished_requests():
         engine.step()
         found.append(gc.get_threshold())
-    assert all(one > other for one, other in zip(found[0], usual, strict=True))
+    assert found[0][0] > usual[0]
     assert found[-1] == gc.get_threshold() == usual
 
 

@@ -77,9 +77,9 @@ def parse_scope(
     Args:
         file: the content of the file that `result` names; None if there is no `result`.
         beside: the choice's tensors in a binary answer.
-        read: for a chunk, the features that were read, by the name of a `Features`. The earlier
-            chunks of the choice have named the features in `read`. `parse_scope` adds the features
-            that this chunk names.
+        read: for a chunk, the features that were read, by the name of a `Features`. Before the
+            call, `read` has the features that earlier chunks of the choice have named.
+            `parse_scope` adds the features that this chunk names to `read`.
 
     Raises:
         ScopeError: the `scope` does not have the format of this version.

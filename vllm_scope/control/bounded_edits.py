@@ -40,7 +40,7 @@ class BoundedEdits:
             if not lo <= edit.scale <= hi or not math.isfinite(hi - lo):
                 raise SpecError(
                     f"bounds[{name!r}] is {shown((lo, hi))}, and the scale is {edit.scale:g}; the "
-                    "bounds are finite numbers, and the scale lies between them."
+                    "bounds must be finite numbers, and the scale must lie between them."
                 )
         for name, step in self.max_step.items():
             if name not in self.bounds or not step > 0:

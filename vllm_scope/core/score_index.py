@@ -25,10 +25,11 @@ from vllm_scope.request.remembered import Remembered
 _BLOCK_BYTES = 512
 #: Requests that began together fill their blocks in the same steps. On the host of an H100, the
 #: scheduler needed 7 ms to send news of the blocks of 256 requests in one step. Therefore the
-#: requests take turns, in different steps. The news of a block of generated tokens is sent up to
-#: TURNS - 1 steps after the step in which the block was expected to be full. With async scheduling,
-#: the scheduler is up to two steps ahead of the known tokens. The news is then sent up to TURNS + 1
-#: steps after the step that fills the block.
+#: requests take turns, in different steps. From the known tokens of a request, the scheduler
+#: estimates the step that fills the next block. The news of a block of generated tokens is sent 0
+#: to TURNS - 1 steps after this step. With async scheduling, the known tokens are up to two steps
+#: old, so that the estimate can be two steps late. The news is then sent up to TURNS + 1 steps
+#: after the step that fills the block.
 TURNS = 8
 #: The number of ended requests whose blocks are marked as used in each step. If more than TURNS *
 #: ENDS_A_STEP ended requests wait, the blocks of 1 / TURNS of the waiting requests are marked.

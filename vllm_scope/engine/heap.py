@@ -2,12 +2,12 @@
 
 Owns:  `frozen_heap`, `seldom`.
 Runs:  in the front-end process, on the caller's thread: during sweeps and harvests, and while
-       LLM.generate adds requests with a spec. `seldom` also runs in EngineCore, on the scheduler's
-       thread: while a request has taps.
+       LLM.generate adds requests with a spec. In EngineCore, on the scheduler's thread: while a
+       request has taps. If a scheduler is freed, `seldom.end` runs on the thread that frees it.
 To:    engine.offline, frontend.sweep_runs, frontend.requests, core.scheduler.
 
-No other thread of the process can run Python code during a collection. In EngineCore, the thread
-that launches the model then waits. In the front-end, a full collection takes 0.3 to 0.6 s.
+During a collection, no thread of the process runs Python code. In EngineCore, the launch of the
+model then waits. In the front-end, a full collection takes 0.3 to 0.6 s.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: The default thresholds of Python 3.11 are 700, 10 and 10. A running cell of a sweep has several
-#: hundred objects in EngineCore. The first threshold is about the number of objects of all running
-#: cells. Therefore most objects are freed before a collection visits them. With the default
-#: thresholds, the collections of one batch of 256 requests with 64 probes took 63 ms of 4.2 s in
-#: EngineCore, and 32 ms if the requests had no taps (H100).
-_THRESHOLDS = (200_000, 20, 50)
+#: The number of new objects after which Python begins a collection of the youngest objects; 700 by
+#: default. A running cell of a sweep has several hundred objects in EngineCore, and this number is
+#: about the number of objects of all running cells. Therefore most objects are freed before a
+#: collection visits them. With the default, the collections of one batch of 256 requests with 64
+#: probes took 63 ms of 4.2 s in EngineCore, and 32 ms if the requests had no taps (H100). On a
+#: server, a request with taps can run at all times. Garbage in cycles then stays in memory until
+#: there are this many new objects, which take less than 100 MB.
+_FIRST = 200_000
 
 
 class _Seldom:
@@ -41,7 +43,7 @@ class _Seldom:
             if not self._num:
                 self._before = gc.get_threshold()
                 if self._before[0]:  # 0 if other code has disabled garbage collections
-                    gc.set_threshold(*map(max, self._before, _THRESHOLDS))
+                    gc.set_threshold(max(self._before[0], _FIRST))
                 self._set = gc.get_threshold()
             self._num += 1
 

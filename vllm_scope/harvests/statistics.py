@@ -76,7 +76,7 @@ class Statistics:
     def summary(blocks: Iterator[Tensor]) -> dict[str, Tensor]:
         """Make the tensor with a stream's figures that a shard stores, under the name KEY.
 
-        This function is a `Summary` of files.sharded.
+        This function has the type `Summary`, which files.sharded defines.
         """
         found = Statistics.of_rows(blocks)
         return {KEY: torch.from_numpy(np.concatenate([found.counts, found.values.ravel()]))}

@@ -361,9 +361,10 @@ class Compiled:
         as a cell of a sweep. The programs of such a spec are counted without a list of operations.
 
         An edit is simple if it has one operation in addition to at most one operation of its gate.
-        A replacement must have one row. An edit whose gate has a state is not simple, because the
-        edits of this gate at one place share an operation, so that the picks do not determine the
-        number of operations."""
+        A `Replace` is simple only if it has one row. An edit whose gate has a state is not simple,
+        because the edits of this gate at one place share an operation, so that the picks do not
+        determine the number of operations.
+        """
         return not self.reads and len(self.edits) <= MOST_COUNTED_EDITS and all(
             edit.num_ops == 1 + len(edit.gate) <= 2
             and (edit.values is None or edit.values.shape[0] == 1)

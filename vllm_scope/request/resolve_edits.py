@@ -250,8 +250,9 @@ def _resolve_features(
 
 
 def _within(tokens: Selector, tier: str | None) -> Selector | None:
-    """The selector of those tokens in `tokens` that belong to the tier. Without a tier (None), the
-    same selector. Returns None if no token can be selected."""
+    """The selector of the tokens that `tokens` selects and that belong to the tier ("prompt" or
+    "generated"). Without a tier (None), the result is `tokens`. Returns None if no token can be
+    selected."""
     if tier is None:
         return tokens
     word = Word(tier)

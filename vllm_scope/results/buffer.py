@@ -218,8 +218,8 @@ class Pending:
         if table is None:
             dtype = torch.float32 if isinstance(key.what, Bank) else torch.uint8
             dtype = dtype_of(self.sites) if key.what is None else dtype
-            # The names are cached in `asked`, because many requests share `asked`, and `asked` may
-            # have many layers.
+            # `names` maps each column to its requested points. With many layers, this mapping takes
+            # time to compute. Therefore it is stored in `asked`, which many requests share.
             known: dict[TableKey, dict[int, tuple[int, ...]]]
             known = self.asked.__dict__.setdefault("_table_names", {})
             names = known.get(key)

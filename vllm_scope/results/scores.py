@@ -148,8 +148,9 @@ class ScoreTable:
 
     @staticmethod
     def of(asked: Resolved) -> ScoreTable:
-        """An empty table for a request. Requests with the same spec share `asked`, which may have a
-        thousand probes. Therefore the Asked is cached in `asked`."""
+        """An empty table for a request. A spec can have a thousand probes, for which it takes time
+        to make an Asked. Therefore the Asked is made one time and stored in the Resolved `asked`,
+        which all requests with the same spec share."""
         known = asked.__dict__.get("_scored")
         if known is None:
             known = asked.__dict__["_scored"] = Asked(asked.probes, asked.features)
@@ -268,8 +269,8 @@ class ScoreTable:
         return {name: verdict for name, verdict in found.items() if verdict is not None}
 
     def begun(self, of: Snapshot) -> dict[str, int]:
-        """The first position that each probe with `after` scores, by the name of the probe. Probes
-        whose first stage has no verdict are left out."""
+        """For each probe that has `after`, the first position at which the probe scores, by the
+        name of the probe. Probes whose first stage has no verdict are left out."""
         found = {probe.name: self.begins(probe, of) for probe in self._asked.later}
         return {name: first for name, first in found.items() if first is not None}
 

@@ -149,8 +149,9 @@ class ChoiceScope:
         return told
 
     def _fitting(self, columns: Iterable[Column], fit: bool) -> list[Column]:
-        """The columns that have values. If `fit` is False, the list is empty, and the columns'
-        positions are stored for the last chunk."""
+        """The columns that have values. `fit` says whether the values are few enough for one chunk.
+        If `fit` is False, the list is empty, and the columns' positions are stored for the last
+        chunk."""
         found = [column for column in columns if len(column.positions)]
         if fit:
             return found
@@ -175,7 +176,8 @@ class ChoiceScope:
         inside the answer. `result` describes the file with the rows, or is None.
 
         Args:
-            sent: items of `rows` that are already encoded.
+            sent: encoded items that come first in the field `rows`, before the items of the
+                parameter `rows`.
             keep: True to write the file even if the rows are inside the answer.
         """
         size = sum(column.nbytes for column in rows)

@@ -293,8 +293,9 @@ def _changed(sender: Place, at: list[int], length: int) -> list[int]:
 
 
 def _exit(sender: Place) -> Place:
-    """The place on the stream after the part (attention or MLP) that has the site. A place on the
-    stream is its own exit, except that `embed` is `resid_pre` of layer 0."""
+    """The place on the stream after the part (attention or MLP) that has the site. The exit of a
+    place on the stream is this place itself. The exit of `embed` is written as `resid_pre` of layer
+    0, which has the same values."""
     if sender.site in MODEL_SITES:
         return Place("resid_pre", 0)
     if sender.site in STREAM_SITES:

@@ -63,8 +63,8 @@ class Sweep:
         receivers: "logits", or a list of (site, layer) and (site, layer, head), for path patching.
             The edit acts only along the direct paths to these receivers. All other attention and
             MLP outputs are the outputs of the prompt's own run. With receivers, `layers="all"`
-            means the layers from which a direct path leads to a receiver. If None, the edit acts on
-            everything after the edit.
+            means the layers from which a direct path leads to a receiver. If `receivers` is None,
+            the edit acts on everything after the edit.
 
     Raises:
         SpecError: a mode, metric, site, layer, position, head, scale or receiver is not possible.

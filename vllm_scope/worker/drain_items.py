@@ -190,7 +190,8 @@ def joined(labels: Sequence[Labels]) -> Labels:
 
 
 def true_labels(step: Rows) -> Labels:
-    """The labels of the rows and scores that leave the device, with the actual positions."""
+    """The labels of a step, without the rows that are only added to sums on the device. If the
+    positions in `step.labels` are not correct, the actual positions replace them."""
     labels = step.labels
     layouts = tuple(layout.sent for layout in labels.layouts) if labels.encodes else labels.layouts
     if layouts != labels.layouts:

@@ -7,8 +7,8 @@ To:    tap.tables (the walks of the rows).
 
 Promise: a gate has only one state at each position. All tokens of a request before the request's
 first row in a step are accepted. Therefore the states at the positions of these tokens are final.
-If a preempted request starts again, all generated tokens that it has then, except the last token,
-have states in the log, which are not computed again.
+When a preempted request starts again, the log already has the states of all its generated tokens
+except the last one. These states are not computed again.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def test_a_name_without_bounds_takes_an_edit():
     [
         ({"bounds": {"loud": (0, 1)}}, "'loud', which is not the name of an Add"),
         ({"bounds": {"calm": (0.5, 1)}}, r"is \(0.5, 1\), and the scale is 0;"),
-        ({"bounds": {"calm": (0, float("inf"))}}, "the bounds are finite"),
+        ({"bounds": {"calm": (0, float("inf"))}}, "the bounds must be finite"),
         ({"max_step": {"calm": 0}}, r"max_step\['calm'\] is 0"),
         ({"max_step": {"loud": 1}}, "it needs bounds"),
         ({"rate": 0}, "rate is 0"),

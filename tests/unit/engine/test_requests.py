@@ -16,7 +16,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from vllm_scope import Add, Gate, Read, SpecError, scope
-from vllm_scope.engine import functions
+from vllm_scope.engine import functions, heap
 from vllm_scope.engine.frontend import outputs
 from vllm_scope.engine.frontend import requests as frontend
 from vllm_scope.engine.frontend.connection import Connection, connections
@@ -423,11 +423,32 @@ def test_an_llm_names_the_prompt_of_several_that_is_refused(errors, said):
     assert added == aborted == [f"{i}" for i in range(len(errors) - 1)]
 
 
-@pytest.mark.parametrize("asked", [{"scope": "{}"}, None], ids=["a-spec", "plain"])
-def test_garbage_collections_are_rarer_while_an_llm_adds_requests_with_a_spec(asked):
-    from vllm import LLM, SamplingParams
+def test_an_llm_names_the_prompt_of_several_whose_arguments_are_no_mapping():
+    from vllm import LLM
 
-    usual, inside = gc.get_threshold(), []
+    class One(LLM):
+        def __init__(self):
+            self.llm_engine = SimpleNamespace(abort_request=lambda ids, internal: None)
+
+        def _resolve_mm_lora(self, prompt, lora):
+            return lora
+
+        def _add_request(self, prompt, params, **_):
+            asks(params)
+            return prompt
+
+    frontend.wrap_llm()
+    params = [SamplingParams(), SamplingParams(extra_args=Read("embed"))]
+    with pytest.raises(SpecError, match=r"^prompts\[1\]: extra_args is "):
+        One()._render_and_add_requests(prompts=["a", "b"], params=params)
+
+
+@pytest.mark.parametrize("asked", [{"scope": "{}"}, None], ids=["a-spec", "plain"])
+def test_garbage_collections_are_rarer_while_an_llm_adds_requests_with_a_spec(asked, monkeypatch):
+    from vllm import LLM
+
+    seldom, inside = heap._Seldom(), []
+    monkeypatch.setattr(frontend, "seldom", seldom)
 
     class One(LLM):
         def __init__(self):
@@ -437,15 +458,14 @@ def test_garbage_collections_are_rarer_while_an_llm_adds_requests_with_a_spec(as
             return lora
 
         def _add_request(self, prompt, params, **_):
-            inside.append(gc.get_threshold())
+            inside.append(seldom._num)
             return prompt
 
     frontend.wrap_llm()
     params = [SamplingParams(), SamplingParams(extra_args=asked)]
     One()._render_and_add_requests(prompts=["a", "b"], params=params)
-    assert gc.get_threshold() == usual
-    assert len(inside) == 2
-    assert all((each[0] > usual[0]) == bool(asked) for each in inside)
+    assert inside == [bool(asked)] * 2
+    assert seldom._num == 0
 
 
 def _made(running, state, token_ids, finish_reason, stop_reason):

@@ -313,7 +313,7 @@ def test_a_session_keeps_what_it_entered_with(scheduler):
 
 
 class Seldom:
-    """How often collections were made rarer, and not usual again."""
+    """Counts each `begin` without an `end`."""
 
     num = 0
 
@@ -324,9 +324,15 @@ class Seldom:
         self.num -= 1
 
 
-def test_collections_of_garbage_are_rarer_while_requests_with_taps_run(monkeypatch):
+@pytest.fixture
+def seldom(monkeypatch: pytest.MonkeyPatch) -> Seldom:
+    gc.collect()  # schedulers of earlier tests end their own
     seldom = Seldom()
     monkeypatch.setattr(scheduling, "seldom", seldom)
+    return seldom
+
+
+def test_collections_of_garbage_are_rarer_while_requests_with_taps_run(seldom):
     scheduler = Scheduler(Cost(4))
     add(scheduler, "plain", None)
     scheduling._add_to_scheduler(Scheduler.enqueue, scheduler, _request("reads", first_read=0))
@@ -343,6 +349,30 @@ def test_collections_of_garbage_are_rarer_while_requests_with_taps_run(monkeypat
     del scheduler
     gc.collect()
     assert seldom.num == 0, "nobody else can end them"
+
+
+def test_a_piece_with_taps_of_a_plain_session_makes_no_collection_rarer(seldom):
+    """vLLM frees the session, which is the first piece."""
+    scheduler = Scheduler(Cost(4))
+    add(scheduler, "session", None)
+    add(scheduler, "session", 1)
+    assert seldom.num == 0
+    end(scheduler, "session")
+    assert seldom.num == 0
+
+
+def test_collections_are_usual_again_after_the_last_request_that_waited_is_aborted(
+    seldom, scheduler
+):
+    add(scheduler, "a", 4)
+    add(scheduler, "b", 3)
+    assert scheduler.added == ["a"]
+    scheduling._finish(
+        lambda self, ids, status: self.finish(ids, status) or [], scheduler, ["b"], "aborted"
+    )
+    assert seldom.num == 1
+    end(scheduler, "a")
+    assert seldom.num == 0
 
 
 # News for the workers

@@ -123,7 +123,10 @@ def test_a_model_that_does_more_has_no_lens(model, words):
     hidden = made.norm(ROW[None])[0][0]
     with pytest.raises(CompatError, match=words):
         logits_call(made, hidden[None])
-    with pytest.raises(CompatError, match="does more after its layers than its final norm"):
+    with pytest.raises(
+        CompatError,
+        match="computes more between its last layer and its unembedding than its final norm",
+    ):
         lens_of(logits_call(Model(), hidden[None] / 8), made.norm, ROW)
     with pytest.raises(CompatError, match="does not call exactly one norm after its layers"):
         lens_of(logits_call(Model(), hidden[None]), None, ROW)

@@ -153,7 +153,9 @@ def _add_to_scheduler(original: Callable[..., object], self: Scheduler, request:
     known, variants = entered(request), variants_of(self, request)
     if known is not None or variants:
         _state_of(self).resting = False
-    if known is not None:
+    # vLLM adds a piece of streamed input to the earlier request with the same id, and frees only
+    # the earlier request.
+    if known is not None and request.request_id not in self.requests:
         _state_of(self).enter(request.request_id)
     if variants:
         for one in variants:
@@ -169,8 +171,7 @@ def _add_to_scheduler(original: Callable[..., object], self: Scheduler, request:
             admission = _new_admission(self)
         if admission is not None and not admission.enter(request, *held):
             return
-    # vLLM adds a piece of streamed input to the earlier request with the same id. The reads and
-    # edits of the earlier request apply to the piece too.
+    # The reads and edits of the earlier request apply to a piece of streamed input too.
     original(self, request)
 
 

@@ -250,7 +250,8 @@ def _add_to_processor(
 
 def _applying(engine: Engine, params: SamplingParams) -> translators.Applying:
     """The translators that apply to a request. If the request is prepared ahead, no translator
-    applies: the sweep or harvest of the request began without monitors."""
+    applies. Sweeps and harvests prepare requests ahead only if, at their beginning, no translator
+    added actions to every request, as monitors do."""
     return () if _ahead.get() is not None else translators.applying(params, engine.vllm_config)
 
 
@@ -379,7 +380,7 @@ def _add_several(
 ) -> T:
     """OfflineInferenceMixin._render_and_add_requests. If there are several prompts and one prompt
     is refused, the error names this prompt. While requests with a spec are added, garbage
-    collections are rarer, because the engine waits for these requests."""
+    collections are rarer, because a collection delays the requests that are not added yet."""
     number = 0
 
     def counted() -> Iterator[object]:
@@ -387,7 +388,9 @@ def _add_several(
         for number, prompt in enumerate(prompts):  # noqa: B007
             yield prompt
 
-    with seldom if any(map(asks, params)) else nullcontext():
+    # `asks` would raise an error here, which names no prompt.
+    tapped = any(getattr(one, "extra_args", None) for one in params)
+    with seldom if tapped else nullcontext():
         try:
             return original(self, counted(), params, *args, **kwargs)
         except ScopeError as error:

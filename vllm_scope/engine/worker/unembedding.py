@@ -164,7 +164,10 @@ def lens_of(
         parts = [part_alone(head, tensors_of(head))] if hasattr(head, "cpu_linear") else [head]
     with torch.inference_mode():
         if not _near(norm(row[None]), hidden, row.dtype):
-            raise CompatError(f"{call.model} does more after its layers than its final norm does")
+            raise CompatError(
+                f"{call.model} computes more between its last layer and its unembedding than its "
+                "final norm"
+            )
         made = call.logits_by(parts)
         if len(parts) > 1 and not _near(made(hidden), logits, row.dtype):
             raise CompatError(f"the ranks' parts of {call.model}'s unembedding make other logits")

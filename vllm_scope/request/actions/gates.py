@@ -84,9 +84,9 @@ class Gate:
         if isinstance(self.vector, Probe):
             if self.layer is not None or self.site != "resid_post" or self.bias:
                 raise SpecError(
-                    "Gate.vector is a probe, and Gate names a layer, a site or a bias; those of "
-                    "the probe are taken. Leave out the layer, site and bias of the gate, or give "
-                    "the probe's weight."
+                    "Gate.vector is a probe, and Gate names a layer, a site or a bias; the gate "
+                    "uses the probe's layer, site and bias. Leave out the layer, site and bias of "
+                    "the gate, or give the probe's weight in place of the probe."
                 )
             given = _of_probe(self.vector, self.kind, self.threshold)
             # `_tokens_of_probe` is not a field, because a gate from JSON has no probe.
