@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions import Add, Edit
+from vllm_scope.request.selectors import as_numbers
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class BoundedEdits:
             if not isinstance(wanted, Edit):
                 raise SpecError(f"{name!r} has no bounds: it takes an edit, not {shown(wanted)}.")
             return wanted
+        wanted = as_numbers(wanted)  # a callback often computes a scale with numpy or torch
         number = isinstance(wanted, int | float) and not isinstance(wanted, bool)
         if not number or not math.isfinite(wanted):
             raise SpecError(f"{name!r} has bounds, so it takes a scale, not {shown(wanted)}.")

@@ -158,6 +158,8 @@ class Controller(Uncopied):
         self._closed, self._thread = threading.Event(), threading.Thread()
         self._news = threading.Event()  # set by an observation, and when the controller is closed
         self._server: ServerEdits | None = None
+        #: Held while edits are set, so that `close` sets the earlier edits last.
+        self._setting = threading.Lock()
         self._before: str | None = None
 
     @property
@@ -200,7 +202,7 @@ class Controller(Uncopied):
             elif change is not None and not self._closed.is_set():
                 self._apply(change)
                 self._quiet = False
-        except Exception as error:
+        except BaseException as error:  # a callback may call sys.exit
             self._failed("failures", f"failed: {type(error).__name__}: {error}")
         finally:
             self._began = math.inf
@@ -219,8 +221,11 @@ class Controller(Uncopied):
         changed = [name for name in change.to if after[name] != before[name]]
         if not changed:
             return
-        self._set(edits)
-        self._edits = edits
+        with self._setting:
+            if self._closed.is_set():
+                return
+            self._set(edits)
+            self._edits = edits
         self.counts["changes"] += 1
         for name in changed:
             old, new = (getattr(one[name], "scale", one[name].kind) for one in (before, after))
@@ -286,7 +291,8 @@ class Controller(Uncopied):
         """End the controller. The callback is not called any more. If `keep` is False, restore the
         server-wide edits from before the controller. If `keep` is True, the controller's last edits
         stay in force. If the callback still runs, wait at most `patience_s` seconds for its end,
-        and drop the result. If the controller's thread was never started, do nothing."""
+        and drop the result. If a change is just being set, wait until it is set. If the
+        controller's thread was never started, do nothing."""
         if self._server is None or self._closed.is_set() or self._thread.ident is None:
             return
         self._check_thread()
@@ -295,13 +301,22 @@ class Controller(Uncopied):
         self._server.listen(None)
         self._thread.join(self._patience_s)
         if not keep:
-            self._server.set(self._before)
+            with self._setting:
+                self._server.set(self._before)
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Controller:
-        return await asyncio.to_thread(self.__enter__)
+        begun = asyncio.ensure_future(asyncio.to_thread(self.__enter__))
+        try:
+            return await asyncio.shield(begun)
+        except asyncio.CancelledError:
+            # The thread cannot be cancelled, and nobody else would close the controller.
+            await asyncio.wait({begun})
+            if begun.exception() is None:
+                await asyncio.to_thread(self.close)
+            raise
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)

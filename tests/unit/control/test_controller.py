@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import logging
 import queue
 import threading
 import time
 
+import numpy as np
 import pytest
+import torch
 
 from vllm_scope import Ablate, Add, Spec, SpecError
 from vllm_scope.control import controller as module
@@ -86,6 +89,8 @@ def test_the_callback_gets_what_is_new_and_the_scales_at_most_rate_times_a_secon
     ("wanted", "options", "found"),
     [
         pytest.param(1.5, {}, 1.5, id="within"),
+        pytest.param(np.float32(1.5), {}, 1.5, id="a-number-of-numpy"),
+        pytest.param(torch.tensor(1), {}, 1.0, id="a-number-of-torch"),
         pytest.param(9.0, {}, 2.0, id="above"),
         pytest.param(-9.0, {}, -1.0, id="below"),
         pytest.param(9.0, {"max_step": {"calm": 0.25}}, 0.25, id="a-step-up"),
@@ -108,11 +113,17 @@ def raises(observations, scales):
     raise RuntimeError("callback's own")
 
 
+def exits(observations, scales):
+    raise SystemExit(3)
+
+
 @pytest.mark.parametrize(
     ("callback", "words"),
     [
         pytest.param(raises, "failed: RuntimeError: callback's own", id="raises"),
+        pytest.param(exits, "failed: SystemExit: 3", id="exits"),
         pytest.param(to(float("nan")), "takes a scale, not nan", id="not-a-number"),
+        pytest.param(to(np.ones(1)), "takes a scale, not", id="an-array"),
         pytest.param(to(Ablate(V, layer=0)), "takes a scale, not Ablate", id="an-edit"),
         pytest.param(lambda *_: Change({"loud": 1.0}), "'loud' does not exist; calm", id="unknown"),
         pytest.param(lambda *_: 0.5, "AttributeError", id="no-change"),
@@ -266,6 +277,56 @@ def test_a_callback_that_hangs_does_not_keep_it_open_and_changes_nothing_afterwa
     controller._thread.join(5)
     assert controller.scales == {"calm": 0.0}
     assert engine.texts[-1] is None
+
+
+def test_a_change_that_is_being_set_when_it_closes_does_not_outlast_it():
+    inside, go = threading.Event(), threading.Event()
+
+    class Slow(Engine):
+        def set(self, text):
+            if text is not None and Spec.from_json(text).edits[0].scale == 1.0:
+                inside.set()
+                go.wait(30)
+            super().set(text)
+
+    engine = Slow()
+    controller = Controller(to(1.0), {"calm": CALM}, bounds={"calm": (0, 1)}, patience_s=0.05)
+    with controller.on(engine):
+        engine.tell(seen())
+        assert inside.wait(5)
+        threading.Timer(0.3, go.set).start()
+    controller._thread.join(5)
+    assert engine.texts[-1] is None
+
+
+def test_an_async_with_that_is_cancelled_while_it_begins_leaves_no_running_controller():
+    inside, go = threading.Event(), threading.Event()
+
+    class Slow(Engine):
+        def get(self):
+            inside.set()
+            go.wait(30)
+            return super().get()
+
+    engine = Slow()
+    controller = Controller(to(1.0), {"calm": CALM}, bounds={"calm": (0, 1)}).on(engine)
+
+    async def serve():
+        async with controller:
+            await asyncio.Event().wait()
+
+    async def main():
+        task = asyncio.create_task(serve())
+        await asyncio.to_thread(inside.wait, 5)
+        task.cancel()
+        threading.Timer(0.1, go.set).start()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert engine.tell is None
+    assert engine.texts[-1] is None
+    assert not controller._thread.is_alive()
 
 
 def test_copies_of_what_a_request_holds_are_the_controller_itself():
