@@ -13,6 +13,7 @@ has no effect, and the request keeps its scales. Other requests are not affected
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping
 
@@ -88,7 +89,9 @@ class Steering:
             if self._running is None:
                 self._running = self._policy.plugin.start(self._start)
             decision = self._running.observe(position, scores)
-        except Exception as error:
+        except BaseException as error:  # a policy may call sys.exit, and Rust code may panic
+            if _may_be_a_signal(error):
+                raise
             return self._end(position, f"it raised {type(error).__name__}", error)
         self._spent_s += time.monotonic() - began
         if self._spent_s > (most := self._policy.options.timeout_s):
@@ -140,7 +143,7 @@ class Steering:
         found = {name: number(x, f"Decision.scale[{name!r}]") for name, x in scales.items()}
         return {name: x for name, x in found.items() if self._scales.get(name) != x}
 
-    def _end(self, position: int, why: str, error: Exception | None = None) -> Decided:
+    def _end(self, position: int, why: str, error: BaseException | None = None) -> Decided:
         self.over = True
         name = self._policy.name
         if name not in self._logged:
@@ -154,3 +157,10 @@ class Steering:
             f"{why.rstrip('.')}; its scales stay as they are."
         )
         return Decided(position, error=reason)
+
+
+def _may_be_a_signal(error: BaseException) -> bool:
+    """True if a signal's handler may have raised the error. Python calls the handlers on the main
+    thread. vLLM's handlers raise SystemExit, which must end the process."""
+    on_main = threading.current_thread() is threading.main_thread()
+    return on_main and isinstance(error, SystemExit | KeyboardInterrupt)

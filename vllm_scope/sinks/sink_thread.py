@@ -219,7 +219,9 @@ class SinkThread:
                         return self._queue.pop()
                     if self._closing:
                         return None
-                    self._changed.wait(wait_s)
+                    # Python raises OverflowError for a longer wait.
+                    most_s = threading.TIMEOUT_MAX
+                    self._changed.wait(None if wait_s is None else min(wait_s, most_s))
             self._flush_sink()
 
     def _flush_in(self) -> float | None:

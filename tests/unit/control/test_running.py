@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -97,6 +98,32 @@ def test_nothing_of_a_decision_that_is_not_possible_holds_and_the_running_policy
     assert failed == Decided(9, error=failed.error)
     assert one.over
     assert one.observe(10, {}) is None
+
+
+class Panic(BaseException):
+    """As an extension in Rust raises it."""
+
+
+class Raises(Says):
+    def observe(self, position, scores):
+        raise self.says[0]
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), Panic("x"), SystemExit(3)], ids=repr)
+def test_a_running_policy_that_raises_anything_is_done_and_raises_nothing_further(error):
+    loaded = Loaded("mine", PolicyOptions(), Raises(error))
+    one = Policies({"mine": loaded}, 0).begin(ASKED, "r", 0, 8)
+    with ThreadPoolExecutor(1) as output_thread:
+        found = output_thread.submit(one.observe, 8, {}).result()
+    assert f"because it raised {type(error).__name__}" in found.error
+    assert one.over
+
+
+def test_a_signal_that_ends_the_process_while_a_policy_decides_is_passed_on():
+    loaded = Loaded("mine", PolicyOptions(), Raises(SystemExit()))
+    one = Policies({"mine": loaded}, 0).begin(ASKED, "r", 0, 8)
+    with pytest.raises(SystemExit):
+        one.observe(8, {})
 
 
 def test_all_that_is_decided_in_the_prompt_is_one_change():

@@ -51,6 +51,16 @@ def test_a_sink_that_raises_fails_its_requests_with_the_reason_and_no_others(
         assert here.router.counters()["mine"]["errors"] >= 5
 
 
+def test_a_sink_whose_flush_s_is_longer_than_any_wait_answers_all_its_requests(monkeypatch):
+    with side(monkeypatch, {"mine": {"flush_s": 1e12}}, mine=Whole) as here:
+        for key in range(3):
+            here.add(key, READ)
+            here.write(key, [0, 1, 2])
+            here.end(key)
+            assert here.manifest(key).status == "ok"
+        assert here.router.flush() == {"mine": None}
+
+
 def test_a_sink_that_hangs_is_waited_for_as_long_as_its_patience_and_then_not(monkeypatch):
     sinks = {"mine": {"patience_s": 0.3, "queue_mib": 0.001}, "other": {}}
     with side(monkeypatch, sinks, mine=Live, other=Other) as here:
