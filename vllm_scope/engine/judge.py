@@ -71,12 +71,13 @@ class Judge:
         if reason is None or completion.index in self._counted:
             return
         self._counted.add(completion.index)
-        ended = output.request_id, completion.index, reason == "abort", time.time()
+        cut = reason in ("abort", "error")
+        ended = output.request_id, completion.index, cut, time.time()
         result: Any = completion.scope
         backlog.add(partial(self._count, result.monitored(), *ended))
 
     def _count(
-        self, result: Any, request_id: str, completion: int, aborted: bool, time_s: float
+        self, result: Any, request_id: str, completion: int, cut: bool, time_s: float
     ) -> None:
         verdicts = result.verdicts
         for monitor in self._monitors:
@@ -86,8 +87,9 @@ class Judge:
             found = result.scores if monitor.probe.aggregate is None else result.aggregates
             values, verdict = found[called].numpy(), verdicts.get(called)
             largest = float(values.max()) if len(values) else None
-            # The last tokens of an aborted request can lack scores, which are not counted as lost.
-            num_lost = 0 if aborted else result.num_lost(called)
+            # The last tokens of a request that was aborted, or that EngineCore ended with an error,
+            # can lack scores, which are not counted as lost.
+            num_lost = 0 if cut else result.num_lost(called)
             count_verdict(name, largest, verdict is not None, num_lost)
             monitor.tally.add(
                 largest, request_id, completion,

@@ -10,6 +10,7 @@ sum. Each worker reports to one server. Therefore values are not counted twice.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -100,13 +101,14 @@ def count_verdict(monitor: str, value: float | None, above: bool, num_lost: int)
     """Count the finding of a monitor in a request that has ended.
 
     Args:
-        value: the monitor's largest value in the request. None if no token was scored.
+        value: the monitor's largest value in the request. None if no token was scored. A value that
+            is not finite is left out, because the sum of all values would never be finite again.
         above: True if the monitor has a verdict.
         num_lost: number of scores that did not arrive. Only this metric counts lost scores of
             monitors.
     """
     metrics = _of_monitors()
-    if metrics and value is not None:
+    if metrics and value is not None and math.isfinite(value):
         metrics.scores.labels(monitor=monitor).observe(value)
     if metrics and above:
         metrics.verdicts.labels(monitor=monitor).inc()

@@ -605,7 +605,9 @@ def test_a_field_of_probes_that_monitors_lack_is_refused_with_its_reason(more, s
     assert f"monitors['one'] has '{next(iter(more))}'; {sentence}" in str(refused.value)
 
 
-@pytest.mark.parametrize(("reason", "told"), [("stop", 2), ("length", 2), ("abort", 0)])
+@pytest.mark.parametrize(
+    ("reason", "told"), [("stop", 2), ("length", 2), ("abort", 0), ("error", 0)]
+)
 def test_lost_scores_are_the_operators_to_know(reason, told, monkeypatch):
     """Of an aborted request, the scores of its last tokens may not have been made."""
     engine = engine_of(2)

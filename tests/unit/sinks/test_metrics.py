@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -47,6 +48,15 @@ def test_gauges_and_totals_of_a_gone_worker_are_removed(known):
     assert value("rows_total", "gone") == 100, "what was done stays done"
     assert value("held_bytes", "gone") == value("queue_bytes", "gone") == 0
     metrics.forget_worker(7)
+
+
+def test_a_score_that_is_not_finite_leaves_the_sum_of_scores_a_number():
+    for score in (0.5, math.nan, math.inf, -math.inf, 0.25):
+        metrics.count_verdict("finite", score, False, 0)
+    labels = {"monitor": "finite"}
+    assert prometheus.REGISTRY.get_sample_value("vllm_scope_monitor_score_count", labels) == 2
+    # prometheus_client shows the sum only if there are several API server processes.
+    assert metrics._of_monitors().scores.labels(**labels)._sum.get() == 0.75
 
 
 @pytest.mark.parametrize("made_before", [False, True])
