@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import secrets
 import threading
 import weakref
@@ -254,6 +255,19 @@ def _added(
 _inbox: Inbox | None = None
 _budget: Budget | None = None
 _inbox_lock = threading.Lock()
+#: In a forked process, the inbox of its parent, which is kept because zmq's objects of another
+#: process must not be closed.
+_of_parent: Inbox | None = None
+
+
+def _leave_parents() -> None:
+    """Let a forked process make its own inbox. No thread receives the rows of the copied inbox, and
+    workers would send the rows of this process to its parent, which gives the same keys."""
+    global _inbox, _inbox_lock, _of_parent
+    _inbox, _inbox_lock, _of_parent = None, threading.Lock(), _inbox
+
+
+os.register_at_fork(after_in_child=_leave_parents)
 
 
 def num_pending() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from vllm_scope.request.spec import Spec
 from vllm_scope.results.allocator import CachingAllocator
 from vllm_scope.results.budget import Asker, asking
 from vllm_scope.results.copiers import PARALLEL_BYTES, copy_all, shares_of
-from vllm_scope.results.inbox import UNKEPT, Inbox
+from vllm_scope.results.inbox import UNKEPT, Inbox, inbox
 from vllm_scope.results.table import SMALL_BYTES, Table
 from vllm_scope.sinks import Manifest
 from vllm_scope.transport.messages import FinishHeader, RowsMessage
@@ -180,6 +181,26 @@ def test_the_row_of_a_rejected_draft_does_not_stand_for_a_row_that_could_not_be_
         assert (result.status, result.error, result.delivered) == ("failed", UNKEPT, 0)
     finally:
         inbox.close()
+
+
+def test_a_fork_gets_its_own_rows_under_its_own_keys():
+    of_parent = inbox()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        own = inbox()
+        others = own.address.path != of_parent.address.path and own.address.pid == os.getpid()
+        runs = own._receiver._thread.is_alive()
+        distinct = next(own._keys) != next(of_parent._keys)
+        os.write(write, bytes([others, runs, distinct]))
+        own.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.read(read, 3) == bytes([1, 1, 1])
+    os.close(read)
+    os.close(write)
+    assert inbox() is of_parent
+    assert os.path.exists(of_parent.address.path)
 
 
 def test_results_stay_as_they_are_while_memory_is_used_again():
