@@ -291,15 +291,16 @@ class Controller(Uncopied):
         """End the controller. The callback is not called any more. If `keep` is False, restore the
         server-wide edits from before the controller. If `keep` is True, the controller's last edits
         stay in force. If the callback still runs, wait at most `patience_s` seconds for its end,
-        and drop the result. If a change is just being set, wait until it is set. If the
-        controller's thread was never started, do nothing."""
+        and drop the result. If a change is just being set, wait until it is set. The
+        callback may call this method. If the controller's thread was never started, do nothing."""
         if self._server is None or self._closed.is_set() or self._thread.ident is None:
             return
         self._check_thread()
         self._closed.set()
         self._news.set()
         self._server.listen(None)
-        self._thread.join(self._patience_s)
+        if threading.current_thread() is not self._thread:  # the callback may call `close`
+            self._thread.join(self._patience_s)
         if not keep:
             with self._setting:
                 self._server.set(self._before)

@@ -279,6 +279,27 @@ def test_a_callback_that_hangs_does_not_keep_it_open_and_changes_nothing_afterwa
     assert engine.texts[-1] is None
 
 
+def test_a_callback_can_close_its_own_controller():
+    engine, over = Engine("before"), threading.Event()
+
+    def callback(observations, scales):
+        try:
+            controller.close()
+        finally:
+            over.set()
+        return Change({"calm": 1.0})
+
+    controller = Controller(callback, {"calm": CALM}, bounds={"calm": (0, 1)})
+    with controller.on(engine):
+        engine.tell(seen())
+        assert over.wait(5)
+        controller._thread.join(5)
+        assert engine.texts[-1] == "before"
+    assert engine.tell is None
+    assert controller.counts == {"calls": 1}
+    assert not controller._thread.is_alive()
+
+
 def test_a_change_that_is_being_set_when_it_closes_does_not_outlast_it():
     inside, go = threading.Event(), threading.Event()
 
