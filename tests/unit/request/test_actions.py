@@ -75,6 +75,17 @@ def test_a_vector_is_the_same_in_any_spelling(vector):
     assert not add.vector.numpy.flags.writeable
 
 
+def test_a_list_of_tensors_is_the_same_as_one_tensor():
+    rows = torch.tensor([V, V[::-1]])
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        exact = Array.parse(rows.to(dtype), "")
+        one, other = rows.to(dtype)
+        for some in ([one, other], (one, [*other]), [one.requires_grad_(), np.array(V[::-1])]):
+            assert Array.parse(some, "") == exact
+        assert Array.parse([[one, other]], "") == Array.parse(rows.to(dtype)[None], "")
+    assert Probe([one, other], layers=[0, 1], name="p").weight == exact
+
+
 def test_equal_numbers_of_another_shape_are_other_content():
     flat, row = Array.parse(V, ""), Array.parse([V], "")
     assert flat.data == row.data
