@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
+
 from vllm_scope.errors import shown
 from vllm_scope.request.sites import ALIASES, MODEL_SITES, SiteLayer
 
@@ -57,7 +59,7 @@ def stream_of_key(key: Key) -> SiteLayer:
     if site in MODEL_SITES:
         return site, 0
     site = _ROTATED.get(site, site)
-    if site not in _HOOKS or len(key) != 2:
+    if site not in _HOOKS or len(key) != 2 or not isinstance(key[1], int | np.integer):
         raise KeyError(
             f"{shown(key)} names no stream; write 'blocks.3.hook_resid_post' or ('resid_post', 3)."
         )

@@ -257,10 +257,11 @@ def train_probe(
     if rows.dim() != 2:
         raise SpecError(f"rows have shape {list(rows.shape)}; they must be [n, hidden_size].")
     truth = _checked_labels(rows, labels)
+    rows = rows.detach().cpu().float()
     if not rows.isfinite().all():
-        raise SpecError("rows have NaN or Inf; leave those rows out.")
+        raise SpecError("rows have NaN or Inf in float32; leave those rows out.")
     scaler, classifier = StandardScaler(), LogisticRegression(C=c, solver="newton-cholesky")
-    make_pipeline(scaler, classifier).fit(rows.detach().cpu().float().numpy(), truth)
+    make_pipeline(scaler, classifier).fit(rows.numpy(), truth)
     weight, bias = fold(
         classifier.coef_[0], float(classifier.intercept_[0]), scaler.mean_, scaler.scale_
     )

@@ -75,6 +75,12 @@ class LinearLens:
         if not self.maps:
             raise self._wrong("it has no maps")
         object.__setattr__(self, "maps", {Place(*at): one for at, one in self.maps.items()})
+        first, (weight, _) = next(iter(self.places.items()))
+        if weight.ndim != 2 or not weight.numel():
+            raise self._wrong(
+                f"the map of {first.site} {first.layer} has a weight of shape "
+                f"{list(weight.shape)}; it must be a matrix, [d_model, d_model]"
+            )
         for place, (weight, bias) in self.places.items():
             if place.site not in LENS_SITES:
                 raise self._wrong(f"a map is of {place.site!r}; sites are {', '.join(LENS_SITES)}")

@@ -25,6 +25,8 @@ from vllm_scope.errors import SpecError, shown
 
 #: The largest count of numbers in one array: 4,096 rows of 4,096 numbers.
 MAX_NUMBERS = 1 << 24
+#: The types of values that are not numbers, and that a list of a caller can contain.
+_NO_NUMBERS = {str, bytes, dict, type(None)}
 DTYPES = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
 
 
@@ -52,13 +54,10 @@ class Array:
             return value
         if isinstance(value, dict):
             return _from_json(value, where, most_dimensions)
-        if hasattr(value, "detach"):
-            tensor: Any = value.detach().to("cpu")
-            # numpy has no bfloat16.
-            value = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+        kinds = _kinds_in(value)
         try:
             # numpy would give each text in a list the room of the longest text.
-            found = None if _has_texts(value) else np.asarray(value)
+            found = None if kinds & _NO_NUMBERS else np.asarray(_without_tensors(value, kinds))
         except ValueError:
             raise SpecError(f"{where} is ragged; its rows must be of one length.") from None
         if found is None or found.dtype.kind not in "fiu":
@@ -99,17 +98,31 @@ class Array:
         return f"Array{self.shape}"
 
 
-def _has_texts(value: object) -> bool:
-    """True if a value, or an item of (nested) lists or tuples, is a text, bytes, a dict or None."""
+def _kinds_in(value: object) -> set[type]:
+    """The types of a value, and of all items of (nested) lists or tuples."""
+    found: set[type] = set()
     left: list[Any] = [[value]]
     while left:
         items = left.pop()
         kinds = set(map(type, items))
-        if not kinds.isdisjoint((str, bytes, dict, type(None))):
-            return True
+        found |= kinds
         if not kinds.isdisjoint((list, tuple)):
             left += [item for item in items if isinstance(item, list | tuple)]
-    return False
+    return found
+
+
+def _without_tensors(value: Any, kinds: set[type]) -> Any:
+    """The value with arrays in place of tensors, also in (nested) lists. `kinds` are the types that
+    `_kinds_in` returns for the value."""
+    if not any(hasattr(kind, "detach") for kind in kinds):
+        return value
+    if hasattr(value, "detach"):
+        tensor = value.detach().to("cpu")
+        # numpy has no bfloat16.
+        return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+    if isinstance(value, list | tuple):
+        return [_without_tensors(item, kinds) for item in value]
+    return value
 
 
 def _checked(found: NDArray[Any], where: str, most_dimensions: int) -> Array:

@@ -233,6 +233,15 @@ class Positions(Selector):
         found = tuple(as_numbers(one)) if isinstance(one, list | tuple) else (one,)
         _check_ints(found, "Positions")
         object.__setattr__(self, "positions", tuple(sorted(set(found))))
+        if found != self.positions:
+            object.__setattr__(self, "_given", found)
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The positions in the order of the caller. `_given` is not a field, because the order does
+        not matter to a selector, and is not sent to other processes."""
+        given: tuple[int, ...] = self.__dict__.get("_given", self.positions)
+        return given
 
     @cached_property
     def _sorted(self) -> NDArray[np.int64]:

@@ -98,13 +98,20 @@ class SweepTable:
         prompt, and 1 is the value of the source prompt.
 
         Raises:
-            SpecError: the metric of a source prompt is NaN. This metric is NaN if the source is not
-                prompts, or if the metric has not arrived.
+            SpecError: the metric of a source prompt is NaN, or equals the metric of the prompt. The
+                metric is NaN if the source is not prompts, or if the metric has not arrived.
         """
         if np.isnan(self.source).any():
             raise SpecError(
                 "the table does not have the metric of each source prompt; give prompts as the "
                 "source, or take the values as they are."
+            )
+        if len(same := np.flatnonzero(self.source == self.plain)):
+            i = int(same[0])
+            raise SpecError(
+                f"the metric of prompts[{i}] is {self.plain[i]:g}, with its source prompt too, so "
+                "that there is no range to scale to; leave this prompt out of the sweep, or take "
+                "the values as they are."
             )
         shape = (-1, *(1,) * (self.values.ndim - 1))
         plain, source = self.plain.reshape(shape), self.source.reshape(shape)

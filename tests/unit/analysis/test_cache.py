@@ -158,6 +158,7 @@ def test_every_key_has_a_value_and_the_last_exit_begins_nothing():
             id="a-pattern-without-queries",
         ),
         pytest.param("resid_post", "names no stream", id="no-layer"),
+        pytest.param(("resid_post", None), "names no stream", id="none-as-the-layer"),
     ],
 )
 def test_a_stream_that_was_not_read_is_a_key_error(key, message):

@@ -147,6 +147,7 @@ def test_a_probes_file_is_safetensors(tmp_path):
         pytest.param(torch.ones(2, 3), [True, True], "all the same", id="one-kind"),
         pytest.param(torch.ones(3), [True, False, True], r"\[n, hidden_size\]", id="one-row"),
         pytest.param(torch.full((2, 1), torch.inf), [True, False], "NaN or Inf", id="inf"),
+        pytest.param(np.full((2, 1), 1e39), [True, False], "Inf in float32", id="beyond-float32"),
     ],
 )
 def test_rows_that_no_probe_can_be_fitted_to_are_refused(rows, labels, message):

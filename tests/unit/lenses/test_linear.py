@@ -112,6 +112,8 @@ def test_another_file_is_refused_in_one_sentence(tmp_path):
         ({"1.bias": weight[0]}, {}, "has 1.bias and no 1.weight"),
         ({"1.weight": weight, "01.weight": weight + 1}, {}, "is a second weight of layer 1"),
         ({"1.weight": weight[:2]}, {}, r"has torch.float32 [2, 6]; it must be of floats, [6, 6]"),
+        ({"1.weight": weight[0, 0]}, {}, "resid_post 1 has a weight of shape []; it must be a mat"),
+        ({"1.weight": weight[:0, :0]}, {}, "has a weight of shape [0, 0]; it must be a matrix"),
         ({"1.weight": weight.int()}, {}, "has torch.int32 [6, 6]; it must be of floats"),
         ({"1.weight": weight, "1.bias": weight + 1}, {}, "it must be of floats, [6]"),
         ({"1.weight": weight, "2.weight": torch.eye(3)}, {}, "it must be of floats, [6, 6]"),

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 
 from tests.unit.strategies import as_json, edits, probes, sentence, specs
-from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, Spec, scope
+from vllm_scope import Ablate, Add, Clamp, Positions, Probe, Read, Replace, Spec, scope
 from vllm_scope.request.actions import KINDS, Module
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.nets import net_of
@@ -73,6 +73,17 @@ def test_a_vector_is_the_same_in_any_spelling(vector):
     assert add.vector.digest == Array.parse(V, "").digest
     assert add.vector.numpy.dtype == np.float32
     assert not add.vector.numpy.flags.writeable
+
+
+def test_a_list_of_tensors_is_the_same_as_one_tensor():
+    rows = torch.tensor([V, V[::-1]])
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        exact = Array.parse(rows.to(dtype), "")
+        one, other = rows.to(dtype)
+        for some in ([one, other], (one, [*other]), [one.requires_grad_(), np.array(V[::-1])]):
+            assert Array.parse(some, "") == exact
+        assert Array.parse([[one, other]], "") == Array.parse(rows.to(dtype)[None], "")
+    assert Probe([one, other], layers=[0, 1], name="p").weight == exact
 
 
 def test_equal_numbers_of_another_shape_are_other_content():
@@ -314,8 +325,10 @@ def test_the_digest_of_an_edit_is_of_what_it_does_to_a_token(other, same):
 def test_numbers_of_numpy_and_torch_are_numbers():
     rows = torch.ones(2, 4)
     for positions in (np.array([3, 1]), torch.tensor([3, 1]), (3, 1), range(3, 0, -2)):
+        assert Replace(rows, positions=Positions(positions), layer=0).positions == (3, 1)
         assert Replace(rows, positions=positions, layer=0).positions == (3, 1)
     assert Replace(rows[0], positions=np.int64(3), layer=0).positions == (3,)
+    assert Replace(rows, positions=Positions(0, -1), layer=0).positions == (0, -1)
     assert Read("resid_post", layers=np.array([1, 0])).layers == (0, 1)
     assert Read("resid_post", layers=torch.tensor(1)).layers == (1,)
 

@@ -148,7 +148,10 @@ def probe(**options):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Gate(Probe(V, layer=1, name="p"), 3), "those of the probe are taken"),
+        (
+            lambda: Gate(Probe(V, layer=1, name="p"), 3),
+            "the gate uses the probe.s layer, site and bias",
+        ),
         (lambda: Gate(Probe([V, V], layers=[1, 2], name="p")), "a linear probe of one layer"),
         (lambda: Gate(V, 0, kind="sigmoid", sharpness=1e-46), "above 0 in float32"),
         (lambda: Gate(V, [1]), "a gate reads one layer"),

@@ -43,6 +43,9 @@ def test_normalised_values_are_0_without_an_edit_and_1_at_the_source(table):
     table.source[:] = np.nan
     with pytest.raises(SpecError, match="does not have the metric of each source prompt"):
         table.normalised()
+    table.source[:] = [table.plain[0] + 1, table.plain[1]]
+    with pytest.raises(SpecError, match=r"the metric of prompts\[1\] is .* leave this prompt out"):
+        table.normalised()
 
 
 def test_a_safetensors_file_has_all(table, tmp_path):

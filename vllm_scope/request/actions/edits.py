@@ -265,7 +265,7 @@ class Replace(Edit):
 
     def __post_init__(self) -> None:
         given = self.positions
-        positions = as_numbers(given.positions if isinstance(given, Positions) else given)
+        positions = as_numbers(given.given if isinstance(given, Positions) else given)
         positions = [positions] if isinstance(positions, int) else positions
         chosen = parse_selector(positions, "Replace.positions")
         if not isinstance(chosen, Positions):
