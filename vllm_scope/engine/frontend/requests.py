@@ -309,9 +309,14 @@ def _add_sync(original: Callable[..., T], self: LLMEngine, *args: object, **kwar
         return original(self, *args, **kwargs)
     except ScopeError:
         # An EngineCore in this process can refuse a request that the output processor already has.
-        # Only this request is aborted, because other requests can have the same caller's id.
-        if added := [*islice(states, num_before, None)]:
-            self.abort_request(added, internal=True)
+        # Only this request is aborted, because other requests can have the same caller's id. If the
+        # request has several completions, it is aborted by the id of their parent. If the
+        # completions were aborted by their own ids, vLLM would keep the parent.
+        # vllm 0.32, v1/engine/output_processor.py, OutputProcessor.abort_requests
+        for name in islice(states, num_before, num_before + 1):
+            self.abort_request(
+                [(states[name].parent_req or states[name]).request_id], internal=True
+            )
         raise
 
 
