@@ -18,7 +18,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from vllm_scope import Add, Gate, Read, SpecError, scope
+from vllm_scope import Add, Gate, Probe, Read, SpecError, scope
 from vllm_scope.engine import functions, heap
 from vllm_scope.engine.frontend import outputs
 from vllm_scope.engine.frontend import requests as frontend
@@ -32,6 +32,9 @@ from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.errors import UnheldError
 from vllm_scope.request.actions import Module
 from vllm_scope.request.sites import Sites
+from vllm_scope.request.spec import Spec
+from vllm_scope.results.budget import Budget, Share
+from vllm_scope.results.buffer import Pending
 from vllm_scope.results.inbox import inbox
 
 SITES = Sites(2, 4, "float32", (0, 2, 4))
@@ -546,3 +549,29 @@ def test_an_error_in_a_stream_does_not_keep_the_streams_earlier_outputs():
     gc.collect()
     assert [one() for one in came] == [None]
     assert len(lives) == before
+
+
+@pytest.mark.parametrize(
+    "action", [Read("embed"), Probe([1.0] * 4, name="p", layers=[0])], ids=["read", "probe"]
+)
+def test_the_rows_of_an_ended_request_are_freed_without_a_garbage_collection(action):
+    """The texts of tokens are taken from the detokenizer if there are probes."""
+
+    class Detokenizer:
+        def decode_next(self, token):
+            return f"<{token}>"
+
+    asked = Spec.from_json(scope(action)["scope"]).resolve(SITES)
+    budget = Budget(1 << 20)
+    pending = Pending(7, asked, SITES, [1, 2], 3, 1, Share(budget, 1000))
+    state = State(detokenizer=Detokenizer())
+    running = runs.put(state, Running(pending, Decorators(), state.detokenizer, ""))
+    assert state.detokenizer.decode_next(5) == "<5>"
+    assert running.texts == ["<5>"] * len(asked.probes)
+    assert budget.num_bytes == 1000
+    gc.disable()
+    try:
+        del pending, running, state
+        assert budget.num_bytes == 0
+    finally:
+        gc.enable()
