@@ -56,9 +56,12 @@ class _OfLlm(_Listening):
     def __init__(self, engine: LLMEngine) -> None:
         super().__init__(engine.vllm_config)
         self._engine, self._owner = engine, threading.get_ident()
-        _waiting.put(engine, deque(maxlen=1))
+        if _waiting.of(engine) is None:
+            _waiting.put(engine, deque(maxlen=1))
 
     def get(self) -> str | None:
+        # An earlier controller that another thread has closed can still wait to restore the edits.
+        flush(self._engine)
         text: str | None = self._engine.collective_rpc("scope_get_edits")[0]
         return text
 
