@@ -66,7 +66,8 @@ def test_a_captured_graph_leaves_out_what_does_nothing(launched):
     given = torch.randn(NUM_ROWS, WIDTH, device=device, dtype=torch.bfloat16)
     weight = torch.randn(WIDTH, WIDTH, device=device, dtype=torch.bfloat16) / 16
     hidden, out = torch.empty_like(given), torch.empty_like(given)
-    op.connect(tables.taps, _Route(tables))
+    route = _Route(tables)
+    op.connect(tables.taps, route)
 
     def forward():
         hidden.copy_(given)

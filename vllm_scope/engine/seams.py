@@ -117,7 +117,8 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     "v1.engine.output_processor": (
         _wraps("OutputProcessor.add_request", "request prompt parent_req request_index",
                "request_states"),
-        _wraps("RequestState._new_completion_output", "finish_reason", "detokenizer"),
+        _wraps("RequestState._new_completion_output", "finish_reason",
+               "request_id detokenizer parent_req"),
         _uses("OutputProcessor", "has_unfinished_requests"),
     ),
     "v1.engine.parallel_sampling": (_uses("ParentRequest", "request_id sampling_params"),),

@@ -153,7 +153,9 @@ class Detokenizer(Protocol):
 class RequestState(Protocol):
     """vllm.v1.engine.output_processor.RequestState"""
 
+    request_id: str
     detokenizer: Detokenizer
+    parent_req: ParentRequest | None
 
 
 class OutputProcessor(Protocol):

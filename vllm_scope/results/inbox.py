@@ -125,7 +125,12 @@ class Inbox:
         share, asker = None, asking.get()
         if self.budget is not None:
             share = Share(self.budget, promised, copies, asker.owner)
-            asker.expect(promised)  # if `expect` raises, the share gives its bytes back
+            try:
+                asker.expect(promised)
+            except BaseException:
+                # The error's traceback can keep the share alive.
+                share.give_back()
+                raise
         pending = Pending(
             next(self._keys), asked, sites, prompt_ids, max_tokens, num_stages, share,
             self.allocator,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import weakref
 
 import numpy as np
 import pytest
 import torch
 
 from vllm_scope.compat.vllm_lens import Hook, SteeringVector, VLLMLensClient
+from vllm_scope.compat.vllm_lens.hooks import HookRun
 from vllm_scope.errors import SpecError
 
 ROWS = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -101,3 +103,20 @@ def test_a_hook_is_validated_and_copied():
 def test_a_client_says_that_a_server_runs_no_hooks(name):
     with VLLMLensClient("http://nobody") as client, pytest.raises(SpecError, match="runs none"):
         getattr(client, name)()
+
+
+def test_the_results_of_hooks_do_not_keep_the_engines_model():
+    """A caller can keep results after the engine has been deleted."""
+
+    def save(ctx, rows):
+        ctx.saved["first"] = float(rows[0, 0])
+
+    run, model = HookRun([Hook(save, [0])], [Hook(save, [1])]), torch.nn.Linear(1, 1)
+    gone = weakref.ref(model)
+    for layer in (0, 1):
+        run.call(0, (layer, False), ROWS + layer, 0, model)
+    of_all, own = run.results(0, of_all=True), run.results(0)
+    del run, model
+    assert gone() is None
+    assert dict(of_all) == {"0": {"first": 1.0}}
+    assert dict(own) == {"0": {"first": 2.0}}

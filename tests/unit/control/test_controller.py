@@ -8,6 +8,7 @@ import logging
 import queue
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +17,14 @@ import torch
 from vllm_scope import Ablate, Add, Spec, SpecError
 from vllm_scope.control import controller as module
 from vllm_scope.control.controller import MOST_WAITING, Change, Controller, Observation
+from vllm_scope.engine import control
 
 V = [1.0, 2.0]
 CALM = Add(V, layer=0, scale=0.0, tokens="generated")
+
+
+class Thing:
+    """An object of vLLM."""
 
 
 class Engine:
@@ -395,3 +401,36 @@ def test_what_is_no_engine_is_refused(monkeypatch):
     one = Controller(lambda *_: None, {"calm": CALM}, bounds={"calm": (0.0, 1.0)})
     with pytest.raises(SpecError, match=r"'llm' is no engine with vllm-scope; give a vllm.LLM"):
         one.on("llm")
+
+
+def begun(engine):
+    edits = control.edits_of(SimpleNamespace(llm_engine=engine))
+    return Controller(to(1.0), {"calm": CALM}, bounds={"calm": (-1.0, 2.0)}).on(edits)
+
+
+class OfLlm(Thing):
+    """An LLM's engine with server-wide edits."""
+
+    def __init__(self):
+        self.vllm_config, self.output_processor = Thing(), Thing()
+        self.vllm_config.additional_config = {}
+        self.text = "before"
+
+    def collective_rpc(self, name, args=()):
+        if name == "scope_set_edits":
+            self.text = args[0]
+        return [self.text]
+
+
+def test_edits_that_wait_to_be_restored_are_restored_before_the_next_controller_starts():
+    """Only the caller's thread can change the edits of an LLM. If another thread closes a
+    controller, the earlier edits are restored later."""
+    engine = OfLlm()
+    first = begun(engine).__enter__()
+    closing = threading.Thread(target=first.close)
+    closing.start()
+    closing.join()
+    assert engine.text != "before"
+    with begun(engine):
+        assert engine.text != "before"
+    assert engine.text == "before"

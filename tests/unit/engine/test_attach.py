@@ -10,6 +10,7 @@ from vllm_scope.config import ScopeConfig
 from vllm_scope.core.news import Entrant, StepNews
 from vllm_scope.engine.worker import attach
 from vllm_scope.engine.worker.worker import ScopeWorker
+from vllm_scope.errors import ConfigError
 
 
 @pytest.fixture
@@ -52,6 +53,24 @@ def test_weights_that_cannot_be_read_leave_the_lens_as_it_is(happened):
 def test_a_worker_of_another_platform_may_have_no_call_that_changes_weights(happened):
     worker = _worker(happened, ())
     assert not hasattr(worker, "reload_weights")
+
+
+@pytest.mark.parametrize("step", ["load_model", "compile_or_warm_up_model"])
+def test_an_engine_that_does_not_start_leaves_no_threads_and_no_memory(step, monkeypatch):
+    """vLLM does not shut down the worker of an engine that does not start, and an engine in the
+    caller's process leaves the process alive."""
+    happened: list[object] = []
+
+    def fail(self):
+        raise ConfigError("no such monitor")
+
+    monkeypatch.setattr(ScopeWorker, "load", fail)
+    monkeypatch.setattr(ScopeWorker, "check_canary", fail)
+    monkeypatch.setattr(ScopeWorker, "close", lambda self: happened.append("closed"))
+    worker = _worker(happened, ())
+    with pytest.raises(ConfigError, match="no such monitor"):
+        getattr(worker, step)()
+    assert happened == ["changed", "closed"]
 
 
 class Scope:

@@ -28,6 +28,7 @@ from vllm_scope.engine.frontend.prepared import prepare
 from vllm_scope.engine.http.calls import EngineCalls
 from vllm_scope.engine.judge import Judge
 from vllm_scope.engine.monitors import parse_all
+from vllm_scope.engine.refusals import refusal
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.engine.worker.worker import ScopeWorker
 from vllm_scope.errors import ConfigError, SpecError
@@ -563,6 +564,30 @@ def test_a_request_that_cannot_be_tapped_is_refused_with_the_names_of_the_monito
     called = f"monitor{'s' * (len(names) - 1)} {', '.join(map(repr, names))}"
     why = f", and this engine taps every request for its {called}" if names else ""
     assert str(refused.value) == f"{what} cannot be tapped{why}; {instead}"
+
+
+@pytest.mark.parametrize("monitored_by", [["one"], []], ids=["a-monitor", "a-spec"])
+def test_streamed_input_is_refused_even_if_each_piece_has_parameters_of_its_own(
+    monitored_by, monitored
+):
+    """vLLM then gives the parameters of the call only to the message that ends the input."""
+    monitors.set_on(monitored, dict.fromkeys(monitored_by, FLAG))
+    given = SamplingParams(extra_args=None if monitored_by else scope(Read("embed")))
+    connections.of(monitored.output_processor).generation = inbox().generation
+
+    async def add(engine, request_id, prompt, params):
+        pytest.fail("the pieces would enter without the spec")
+
+    async def pieces():
+        yield SimpleNamespace(prompt={"prompt_token_ids": [1]}, sampling_params=SamplingParams())
+
+    why = ", and this engine taps every request for its monitor 'one'" if monitored_by else ""
+    with pytest.raises(SpecError) as refused:
+        asyncio.run(entering._add_async(add, monitored, "r", pieces(), given))
+    assert type(refused.value) is refusal()  # by which vLLM knows the status
+    assert str(refused.value) == (
+        f"streamed input cannot be tapped{why}; send the prompt in one piece."
+    )
 
 
 @pytest.mark.parametrize("given", [{"reads": []}, ["reads"], 5], ids=["dict", "list", "number"])

@@ -13,9 +13,12 @@ from types import SimpleNamespace
 import pytest
 from vllm import SamplingParams
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from vllm_scope import Add, Gate, Read, SpecError, scope
+from vllm_scope import Add, Gate, Probe, Read, SpecError, scope
 from vllm_scope.engine import functions, heap
 from vllm_scope.engine.frontend import outputs
 from vllm_scope.engine.frontend import requests as frontend
@@ -29,6 +32,9 @@ from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.errors import UnheldError
 from vllm_scope.request.actions import Module
 from vllm_scope.request.sites import Sites
+from vllm_scope.request.spec import Spec
+from vllm_scope.results.budget import Budget, Share
+from vllm_scope.results.buffer import Pending
 from vllm_scope.results.inbox import inbox
 
 SITES = Sites(2, 4, "float32", (0, 2, 4))
@@ -195,25 +201,46 @@ def test_a_request_that_is_cancelled_while_it_is_added_is_aborted():
     assert aborted == [(["one-made"], True)]
 
 
-@pytest.mark.parametrize("added", [[], ["one-b"], ["0_one-b", "1_one-b"]])
-def test_a_refused_request_ends_no_other_with_the_same_callers_id(added):
+@pytest.mark.parametrize("num", [0, 1, 3])
+def test_a_refused_request_leaves_nothing_and_ends_no_other_with_the_same_callers_id(num):
     """A request is refused before it is added, or by an EngineCore in the same process."""
-    aborted = []
+    ended = []
 
     class Refuses(Sync):
+        abort_request = LLMEngine.abort_request
+
+        def __init__(self):
+            super().__init__()
+            self.output_processor = OutputProcessor(None, log_stats=False)
+            self.engine_core = SimpleNamespace(abort_requests=ended.extend)
+
         def add_request(self, request_id, prompt, params):
-            for name in added:
-                self.output_processor.request_states[name] = State()
+            request = _request(request_id, "one", params)
+            parent = ParentRequest(request) if params.n > 1 else None
+            for index in range(num):
+                child = copy(request)
+                if parent is not None:
+                    child.request_id, child.sampling_params = parent.get_child_info(index)
+                self.output_processor.add_request(child, None, parent, index)
             raise SpecError("no.")
 
-        def abort_request(self, names, internal=False):
-            aborted.append((names, internal))
-
     engine = Refuses()
-    engine.output_processor.request_states["one-a"] = State()
+    processor = engine.output_processor
+    processor.add_request(_request("one-a", "one", SamplingParams()), None)
     with pytest.raises(SpecError, match="no"):
-        frontend._add_sync(Refuses.add_request, engine, "one", "a prompt", SamplingParams())
-    assert aborted == ([(added, True)] if added else [])
+        frontend._add_sync(
+            Refuses.add_request, engine, "one-b", "a prompt", SamplingParams(n=max(num, 1))
+        )
+    assert sorted(ended) == [[], ["one-b"], [], ["0_one-b", "1_one-b", "2_one-b"]][num]
+    assert list(processor.request_states) == ["one-a"]
+    assert processor.external_req_ids == {"one": ["one-a"]}
+    assert not processor.parent_requests
+
+
+def _request(request_id: str, external: str, params: SamplingParams) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id, [1, 2], None, params, None, 0.0, None, None, None, external_req_id=external
+    )
 
 
 def _named(name: str) -> SamplingParams:
@@ -522,3 +549,29 @@ def test_an_error_in_a_stream_does_not_keep_the_streams_earlier_outputs():
     gc.collect()
     assert [one() for one in came] == [None]
     assert len(lives) == before
+
+
+@pytest.mark.parametrize(
+    "action", [Read("embed"), Probe([1.0] * 4, name="p", layers=[0])], ids=["read", "probe"]
+)
+def test_the_rows_of_an_ended_request_are_freed_without_a_garbage_collection(action):
+    """The texts of tokens are taken from the detokenizer if there are probes."""
+
+    class Detokenizer:
+        def decode_next(self, token):
+            return f"<{token}>"
+
+    asked = Spec.from_json(scope(action)["scope"]).resolve(SITES)
+    budget = Budget(1 << 20)
+    pending = Pending(7, asked, SITES, [1, 2], 3, 1, Share(budget, 1000))
+    state = State(detokenizer=Detokenizer())
+    running = runs.put(state, Running(pending, Decorators(), state.detokenizer, ""))
+    assert state.detokenizer.decode_next(5) == "<5>"
+    assert running.texts == ["<5>"] * len(asked.probes)
+    assert budget.num_bytes == 1000
+    gc.disable()
+    try:
+        del pending, running, state
+        assert budget.num_bytes == 0
+    finally:
+        gc.enable()

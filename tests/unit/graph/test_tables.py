@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.programs import program_of
 from vllm_scope import CapacityError, ScopeError
+from vllm_scope.graph.tap import op as tap_op
 from vllm_scope.graph.tap.definition import (
     CODE,
     NEXT,
@@ -27,7 +30,7 @@ from vllm_scope.graph.tap.definition import (
 )
 from vllm_scope.graph.tap.program_tables import HELD_OPS, HELD_PROGRAMS, capacity
 from vllm_scope.graph.tap.tables import Repeat, Tables
-from vllm_scope.program.layout import Widths
+from vllm_scope.program.layout import SLOT_BYTES, Widths
 from vllm_scope.program.operations import (
     NO_PROGRAM,
     OP_ABLATE,
@@ -579,3 +582,25 @@ def test_the_device_is_told_which_taps_act_only_if_that_has_changed():
     for rows in ([0, 1], [1], [0, 1, 2]):
         _load(tables, rows, [reads] * len(rows), rows)
     assert tables.num_uploads == before + 3  # the rows themselves
+
+
+def test_taps_do_not_keep_the_state_of_a_worker_that_is_gone():
+    """vLLM does not shut down the worker of an engine that does not start, and the worker's state
+    leads to the model."""
+
+    class Route:
+        active = True
+
+    tap_op.register()
+    tables = Tables((0,), 2, 4, Widths((16,)), torch.device("cpu"))
+    route, rows = Route(), torch.ones(2, 4)
+    gone = weakref.ref(route)
+    tap_op.connect(tables.taps, route)
+    del route
+    assert gone() is None
+    torch.ops.vllm_scope.tap(
+        rows, None, torch.zeros(4, SLOT_BYTES // 4), tables.tokens, tables.programs, tables.ops,
+        tables.vectors, tables.taps[0], tables.host,
+    )  # fmt: skip
+    assert rows.tolist() == torch.ones(2, 4).tolist()
+    tap_op.disconnect(tables.taps)

@@ -276,6 +276,7 @@ def test_the_asker_is_told_the_bytes_of_a_prompt_before_it_enters(inbox):
         raise CapacityError("no room for its file")
 
     inbox.budget = Budget(1 << 20)
-    with pytest.raises(CapacityError, match="no room for its file"):
+    with pytest.raises(CapacityError, match="no room for its file") as caught:
         opened(inbox, Spec((Read("embed"),)), 3, expect=refuse)
+    assert caught.tb is not None  # the traceback keeps the frames, and what they hold, alive
     assert (len(inbox), inbox.budget.num_bytes) == (0, 0)

@@ -149,7 +149,8 @@ class HookRun:
         start = 0 if of_all else self._num_of_all
         stop = self._num_of_all if of_all else len(self._hooks)
         contexts = self._contexts.get(child, {})
-        found = {str(i - start): c for i, c in contexts.items() if start <= i < stop}
+        # The results do not hold the contexts, because a context holds the engine's model.
+        found = {str(i - start): c.saved for i, c in contexts.items() if start <= i < stop}
         return HookResults(found, self._errors.get(child))
 
 
@@ -160,19 +161,19 @@ class HookResults(Mapping[str, Saved]):
         ScopeError: the caller reads a value, and a hook of the completion has failed.
     """
 
-    def __init__(self, contexts: Mapping[str, HookContext], error: str | None) -> None:
-        self._contexts, self._error = contexts, error
+    def __init__(self, saved: Mapping[str, Saved], error: str | None) -> None:
+        self._saved, self._error = saved, error
 
     def __getitem__(self, index: str) -> Saved:
         if self._error is not None:
             raise ScopeError(f"hook_results: {self._error}")
-        return self._contexts[index].saved
+        return self._saved[index]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._contexts)
+        return iter(self._saved)
 
     def __len__(self) -> int:
-        return len(self._contexts)
+        return len(self._saved)
 
 
 class PersistentHooks:

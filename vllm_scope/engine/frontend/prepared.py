@@ -1,6 +1,6 @@
 """Checks a request with a spec before it enters. AsyncLLM checks a large one on another thread.
 
-Owns:  Prepared, `prepare`, and `aside`.
+Owns:  Prepared, `prepare`, `streamed`, and `aside`.
 Runs:  in the front-end, on the calling thread. For a large request of AsyncLLM, on another thread.
 From:  connection.   To: requests.
 
@@ -76,8 +76,7 @@ def prepare(connection: Connection | None, request: EngineCoreRequest) -> Prepar
     params = request.sampling_params
     spec = Spec.from_json(params.extra_args["scope"])
     if request.resumable:
-        why = _monitors_in(spec)
-        raise SpecError(f"streamed input cannot be tapped{why}; send the prompt in one piece.")
+        raise streamed(spec)
     if request.prompt_token_ids is None:
         why = _monitors_in(spec)
         raise SpecError(f"prompt embeddings cannot be tapped{why}; send text or token ids.")
@@ -95,6 +94,12 @@ def prepare(connection: Connection | None, request: EngineCoreRequest) -> Prepar
         spec, asked, own, prompt_ids, max_tokens, min(firsts, default=None),
         bytes_of_prompt(own, asked, connection.sites, prompt_ids),
     )  # fmt: skip
+
+
+def streamed(spec: Spec) -> SpecError:
+    """The error for a request that has this spec and streamed input."""
+    why = _monitors_in(spec)
+    return SpecError(f"streamed input cannot be tapped{why}; send the prompt in one piece.")
 
 
 def _monitors_in(spec: Spec) -> str:

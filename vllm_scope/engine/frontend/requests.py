@@ -12,7 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -38,6 +47,7 @@ from vllm_scope.engine.frontend.prepared import (
     is_known,
     is_quick,
     prepare,
+    streamed,
 )  # fmt: skip
 from vllm_scope.engine.frontend.running import Running, runs
 from vllm_scope.engine.heap import seldom
@@ -299,9 +309,14 @@ def _add_sync(original: Callable[..., T], self: LLMEngine, *args: object, **kwar
         return original(self, *args, **kwargs)
     except ScopeError:
         # An EngineCore in this process can refuse a request that the output processor already has.
-        # Only this request is aborted, because other requests can have the same caller's id.
-        if added := [*islice(states, num_before, None)]:
-            self.abort_request(added, internal=True)
+        # Only this request is aborted, because other requests can have the same caller's id. If the
+        # request has several completions, it is aborted by the id of their parent. If the
+        # completions were aborted by their own ids, vLLM would keep the parent.
+        # vllm 0.32, v1/engine/output_processor.py, OutputProcessor.abort_requests
+        for name in islice(states, num_before, num_before + 1):
+            self.abort_request(
+                [(states[name].parent_req or states[name]).request_id], internal=True
+            )
         raise
 
 
@@ -321,6 +336,13 @@ def _add_async(
         params, positional, named = await aside(
             _translated, self, applied, args, kwargs, if_large=given.extra_args
         )
+        prompt = params_of(positional, named, 1, "prompt")
+        if asks(params) and isinstance(prompt, AsyncGenerator):
+            # A piece with its own parameters does not get `params`, and would enter without the
+            # spec.
+            # vllm 0.32, v1/engine/async_llm.py, AsyncLLM._add_streaming_input_request
+            with Refusing():
+                raise streamed(Spec.from_json(params.extra_args["scope"]))
         extra = params.extra_args or {}
         large = () if is_known(extra.get("scope")) else extra
         if await aside(_unknown_modules, self, params, if_large=large):
@@ -328,7 +350,6 @@ def _add_async(
             assert connection is not None
             doubts = connection.num_doubts
             connection.learn_modules((await self.collective_rpc("scope_modules"))[0], doubts)
-        prompt = params_of(positional, named, 1, "prompt")
         with prepared_as(_ahead.get() or await _prepare_ahead(self, params, prompt)):
             return await original(self, *positional, **named)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import ismethod
+from weakref import WeakMethod
 
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.frontend.translators import Decorators
@@ -47,10 +49,18 @@ class Running:
             detokenizer.decode_next = self._following(decode)
 
     def _following(self, decode: Callable[..., str]) -> Callable[..., str]:
+        # The detokenizer will hold the new function. If this function held the detokenizer or this
+        # object, there would be a cycle, and the request's rows would stay in memory until a
+        # garbage collection.
+        texts = self.texts
+        found: Callable[[], Callable[..., str] | None]
+        found = WeakMethod(decode) if ismethod(decode) else lambda: decode
+
         def decode_next(*args: object, **kwargs: object) -> str:
-            text = decode(*args, **kwargs)
-            self.texts.append(text)
-            return text
+            method = found()
+            assert method is not None
+            texts.append(method(*args, **kwargs))
+            return texts[-1]
 
         return decode_next
 

@@ -7,7 +7,8 @@ Runs:  in every worker process. `_attach` runs when vLLM makes the worker object
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from vllm_scope.config import ScopeConfig
 from vllm_scope.engine import wrapping
@@ -48,16 +49,18 @@ def _attach(worker: Worker, config: ScopeConfig) -> None:
 
     def load(*args: object, **kwargs: object) -> object:
         out = load_model(*args, **kwargs)
-        scope.load()
-        _attach_steps(worker.model_runner, scope)
+        with _closed_if_failed(scope):
+            scope.load()
+            _attach_steps(worker.model_runner, scope)
         return out
 
     def warm(*args: object, **kwargs: object) -> object:
         with graphs.captured():
             out = warm_up(*args, **kwargs)
-        scope.check_canary()
-        if scope.steps is not None:
-            clearing.warm_up(worker.model_runner)
+        with _closed_if_failed(scope):
+            scope.check_canary()
+            if scope.steps is not None:
+                clearing.warm_up(worker.model_runner)
         return out
 
     def close(*args: object, **kwargs: object) -> object:
@@ -72,6 +75,17 @@ def _attach(worker: Worker, config: ScopeConfig) -> None:
     worker.compile_or_warm_up_model, worker.shutdown = warm, close
     for name, call in _remote_calls(scope).items():
         setattr(worker, name, call)
+
+
+@contextmanager
+def _closed_if_failed(scope: ScopeWorker) -> Iterator[None]:
+    """If the `with` block fails, close the worker's threads and memory. The engine does not start
+    then, and vLLM does not shut down its workers."""
+    try:
+        yield
+    except BaseException:
+        scope.close()
+        raise
 
 
 def _settling(change: Callable[..., object], scope: ScopeWorker) -> Callable[..., object]:

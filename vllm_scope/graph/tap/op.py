@@ -15,6 +15,7 @@ each layer would be compiled separately, which would take 26 s instead of 4 s fo
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -39,8 +40,10 @@ class StepRoute(graphs.Route, Protocol):
         write)."""
 
 
-#: The worker's state and the tap's number, by the address of the tap's row in Tables.taps.
-_routes: dict[int, tuple[StepRoute, int]] = {}
+#: The worker's state and the tap's number, by the address of the tap's row in Tables.taps. The
+#: references are weak, because the state leads to the model, and vLLM does not shut down the worker
+#: of an engine that does not start.
+_routes: dict[int, tuple[weakref.ref[StepRoute], int]] = {}
 
 
 def connect(taps: Tensor, route: StepRoute) -> None:
@@ -48,9 +51,10 @@ def connect(taps: Tensor, route: StepRoute) -> None:
 
     Args:
         taps: Tables.taps. The tensor must keep its address until `disconnect`.
+        route: the worker's state. The caller keeps this object alive.
     """
     for tap in range(taps.shape[0]):
-        _routes[taps[tap].data_ptr()] = (route, tap)
+        _routes[taps[tap].data_ptr()] = (weakref.ref(route), tap)
 
 
 def disconnect(taps: Tensor) -> None:
@@ -66,15 +70,15 @@ _TABLES = (
 
 def _tap(hidden: Tensor, residual: Tensor | None, arena: Tensor, *tables: Tensor) -> None:
     tap = tables[-2]
-    found = _routes.get(tap.data_ptr())
+    known, number = _routes.get(tap.data_ptr(), (None, 0))
+    route = None if known is None else known()
     capturing = hidden.is_cuda and torch.cuda.is_current_stream_capturing()
-    if found is None or capturing:
+    if route is None or capturing:
         # A captured graph is never drained tap by tap. When the graph is replayed, the tables say
         # which program each row runs.
-        with graphs.noted(*found) if found is not None and capturing else nullcontext():
+        with graphs.noted(route, number) if route is not None and capturing else nullcontext():
             _launch(hidden, residual, arena, *tables, 0, 0)
         return
-    route, number = found
     if route.active and (place := route.begin_tap(number)) is not None:
         _launch(hidden, residual, arena, *tables, *place)
         route.end_tap(number)
