@@ -58,11 +58,11 @@ _FILE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "
 
 
 def converted(found: object, kind: type[T], what: str) -> T:
-    """Convert the server's JSON to the type `kind`. Raises ScopeError if the JSON has another
-    form."""
+    """Convert the server's JSON to the type `kind`. Raises ScopeError if the JSON has another form,
+    or if the name of a field has half of a surrogate pair."""
     try:
         return msgspec.convert(found, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise ScopeError(f"the server's {what} has an unknown form: {error}.") from None
 
 
@@ -202,7 +202,7 @@ def parse_tokens(body: Mapping[str, object]) -> tuple[ScoredToken, ...]:
     given = body.get("tokens", [])
     try:
         found = msgspec.convert(given, list[TokenBody])
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):
         raise ScopeError(
             f"the server's tokens must have id, text, position and scores; they are {shown(given)}."
         ) from None

@@ -61,7 +61,9 @@ class Server:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": self.models})
         answer = self.answers[request.url.path.rsplit("/", 1)[1]]
-        return answer if isinstance(answer, httpx.Response) else httpx.Response(200, json=answer)
+        if isinstance(answer, httpx.Response):
+            return answer
+        return httpx.Response(200, text=json.dumps(answer))  # httpx's `json` takes no HALF
 
     def client(self, **options):
         return ScopeClient(transport=httpx.MockTransport(self), **options)
@@ -69,6 +71,10 @@ class Server:
     @property
     def body(self):
         return json.loads(self.requests[-1].content)
+
+
+#: Half of a surrogate pair, which JSON can contain.
+HALF = "\ud800"
 
 
 def choice(scope, **more):
@@ -558,7 +564,7 @@ class TestStreams:
         assert [one.verdicts.get("p") for one in found] == [None, *[Verdict(1, 3.0)] * 2]
 
     @pytest.mark.parametrize(
-        "tokens", [3, [3], [{"id": 5}], [TOKENS[0] | {"scores": {"p": "much"}}]]
+        "tokens", [3, [3], [{"id": 5}], [{HALF: 5}], [TOKENS[0] | {"scores": {"p": "much"}}]]
     )
     def test_tokens_of_another_form_are_refused(self, tokens, run):
         event = {"choices": [choice({"tokens": tokens})]}
@@ -645,6 +651,10 @@ def test_a_page_instead_of_an_answer_is_an_error():
         pytest.param({"choices": [choice({"begun": {"p": "x"}})]}, "server's scope", id="a-stage"),
         pytest.param(
             {"choices": [choice({"rows": [entry(ROWS, data="%")]})]}, "server's scope", id="base64"
+        ),
+        pytest.param({"choices": [choice(None) | {HALF: 1}]}, "server's answer", id="a-half"),
+        pytest.param(
+            {"choices": [choice({"rows": [entry(ROWS, data=HALF)]})]}, "server's scope", id="half"
         ),
     ],
 )
