@@ -346,6 +346,65 @@ async def test_too_many_rows_for_a_chunk_are_in_the_file(store, monkeypatch):
     assert end.scores["p"].tolist() == ROWS[7:8, 0].tolist()
 
 
+#: A probe and a read of every second token.
+SECOND = scope(
+    Read("resid_post", layers=[1], tokens=[0, 2, 4, 6]),
+    Probe(np.ones(SIZE), layer=1, name="p", tokens=[0, 2, 4, 6]),
+)
+
+
+def scattered(num_arrived, status="complete"):
+    """A completion of SECOND whose first values have arrived."""
+    found = completion(0, NUM_TOKENS, None, status, SECOND)
+    at = np.array([0, 2, 4, 6])[:num_arrived]
+    asked = Spec.from_json(SECOND["scope"]).resolve(SITES)
+    (cell,) = asked.probes[0].cells
+    point = Place("resid_post", 1).point()
+    parts = {
+        None: {point: [Part(at, at, ROWS[at])]},
+        cell.bank.nameless: {point: [Part(at, at, ROWS[at, :1])]},
+    }
+    found.scope = ScopeResult(
+        asked, SITES, list(range(NUM_TOKENS)), NUM_PROMPT, parts, status, None
+    )
+    return found
+
+
+@pytest.mark.parametrize(("most", "told"), [(2, [[0, 7]]), (4, [[p, p + 1] for p in (0, 2, 4, 6)])])
+@on_a_loop
+async def test_many_spans_of_values_in_a_file_become_few(most, told, store, monkeypatch):
+    monkeypatch.setattr(encode, "MAX_INLINE_SCORES", 3)
+    monkeypatch.setattr(encode, "MAX_LATE_SPANS", most)
+    found, made = answer(store, tensors="handle"), response(0)
+    found.take(0, scattered(4))
+    await found.fill(made)
+    body = made.choices[0].scope
+    assert body["scores"] == {"p": {"spans": told}}
+    assert [(row["spans"], row["shape"]) for row in body["rows"]] == [(told, [4, SIZE])]
+    with store.open(body["result"]["id"], "owner") as file:
+        end = parse_scope(body, file.read())
+    assert end.scores.positions("p").tolist() == [0, 2, 4, 6]
+    assert end["resid_post", 1].tolist() == ROWS[[0, 2, 4, 6]].tolist()
+
+
+@on_a_loop
+async def test_few_spans_of_late_values_contain_no_position_of_an_earlier_chunk(store, monkeypatch):
+    monkeypatch.setattr(encode, "MAX_INLINE_SCORES", 1)
+    monkeypatch.setattr(encode, "MAX_LATE_SPANS", 1)
+    found, sent = answer(store, streams=True, stream="rows"), []
+    found.add_prompt()
+    found.open_one(lambda: None, True)
+    for arrived, end in ((1, None), (3, None), (4, "length")):
+        found.take(0, scattered(arrived, "complete" if end else "streaming"))
+        chunk = await found.chunk(text_of(end=end))
+        sent.append(json.loads(chunk.removeprefix("data: "))["choices"][0]["scope"])
+    assert [body["scores"].get("p", {}).get("spans") for body in sent] == [[[0, 1]], None, [[2, 7]]]
+    with store.open(sent[-1]["result"]["id"], "owner") as file:
+        end = parse_scope(sent[-1], file.read())
+    assert end.scores.positions("p").tolist() == [2, 4, 6]
+    assert end.positions("resid_post", 1).tolist() == [6]
+
+
 @on_a_loop
 async def test_events_that_are_no_chunks_pass_unchanged(store):
     found = answer(store)
