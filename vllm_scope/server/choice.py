@@ -180,11 +180,9 @@ class ChoiceScope:
         result = self.completion.scope
         if not result.own_probes:
             return {}
-        self._tokens.add(result, scores)
-        found = self._tokens.take(result, self.completion.scope_texts, settled)
-        if sum(max(1, len(token["scores"])) for token in found) > encode.MAX_INLINE_SCORES:
-            return {}
-        return {"tokens": found}
+        most, texts = encode.MAX_INLINE_SCORES, self.completion.scope_texts
+        found = self._tokens.take(result, scores, texts, settled, most)
+        return {} if found is None else {"tokens": found}
 
     async def _rows(self, rows: list[Column], sent: list[Json], keep: bool) -> Json:
         """The fields `rows` and `result`. The items of `rows` have values only if the rows are

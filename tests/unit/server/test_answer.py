@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+import tracemalloc
 from contextlib import suppress
 from functools import partial, wraps
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.errors import CapacityError
 from vllm_scope.request.sites import Place
 from vllm_scope.results.budget import asking
+from vllm_scope.results.column import Column
 from vllm_scope.results.result import ScopeResult
 from vllm_scope.results.streams import StreamTable
 from vllm_scope.server import answer as module
@@ -37,6 +39,7 @@ from vllm_scope.server.answer import Answer, current
 from vllm_scope.server.exchange import Exchange
 from vllm_scope.server.options import ScopeOptions
 from vllm_scope.server.store import Store
+from vllm_scope.server.tokens import ScoredTokens
 from vllm_scope.sinks import Manifest
 
 SIZE = SITES.hidden_size
@@ -191,6 +194,27 @@ async def test_too_many_tokens_with_scores_are_left_out(store, monkeypatch):
     (first, last) = await sent_in_chunks(store, "scores", 3, 9)
     assert first["tokens"] == []
     assert "tokens" not in last
+
+
+@on_a_loop
+async def test_a_token_after_too_many_has_its_score(store, monkeypatch):
+    monkeypatch.setattr(encode, "MAX_INLINE_SCORES", 3)
+    sent = await sent_in_chunks(store, "scores", 4, 8, 9)
+    assert ["tokens" in body for body in sent] == [True, False, True]
+    assert sent[2]["tokens"] == entries(7, 9, range(3, 8))
+
+
+def test_the_scores_of_too_many_tokens_take_no_memory():
+    num_tokens = 2000
+    at, values = np.arange(num_tokens), torch.zeros(num_tokens)
+    columns = [Column(f"p{i}", values, at) for i in range(64)]
+    found = SimpleNamespace(num_prompt=0, transcript=list(range(num_tokens)))
+    tracemalloc.start()
+    told = ScoredTokens().take(found, columns, [""] * num_tokens, None, 16_384)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert told is None
+    assert peak < 1 << 20
 
 
 @on_a_loop
