@@ -254,6 +254,26 @@ def test_a_file_whose_tensors_do_not_fit_their_positions_is_refused(name):
             parse_file(safetensors.torch.save(tensors | {name: wrong}))
 
 
+@pytest.mark.parametrize(
+    ("at", "tokens"),
+    [
+        pytest.param([0, 3], [0, 1], id="a-position-that-was-not-encoded"),
+        pytest.param([0, 1], [], id="no-position"),
+        pytest.param([1, 0], [0, 1], id="positions-not-ascending"),
+        pytest.param([0, 1], [1, 0], id="tokens-not-ascending"),
+        pytest.param([0, 1], [0, 1, 1], id="a-token-twice"),
+    ],
+)
+def test_a_file_with_features_at_other_positions_than_its_tokens_is_refused(at, tokens):
+    tensors = {
+        "features.f": torch.ones(2), "features.f.indices": torch.arange(2),
+        "features.f.positions": torch.tensor(at),
+        "features.f.tokens": torch.tensor(tokens, dtype=torch.int64),
+    }  # fmt: skip
+    with pytest.raises(ScopeError, match="has values at positions that are not ascending"):
+        parse_file(safetensors.torch.save(tensors))
+
+
 def test_tokens_of_a_lens_are_by_layer():
     told = {"name": "n.m", "layer": 3, "spans": [[3, 5]], "token_ids": [[7, 2], [2, 0]]}
     told["log_probs"] = [[-0.5, -1], [-0.25, None]]
@@ -630,6 +650,15 @@ def test_a_redirect_is_an_error(act):
         elsewhere = httpx.Response(308, headers={"location": "https://other/"})
         with pytest.raises(ServerError, match="HTTP 308: a redirect to 'https://other/'; give"):
             run(Server(completions=elsewhere, edits=elsewhere))
+
+
+@pytest.mark.parametrize("address", ["javascript:1", "http://xn--a/", "http://a b/", "//["])
+def test_a_redirect_to_what_is_no_url_is_an_error_of_ours(address):
+    runs = [*both(lambda client: client.complete("x")), *both(lambda client: client.stream("x"))]
+    for run in runs:
+        nowhere = httpx.Response(301, headers={"location": address})
+        with pytest.raises(ScopeError, match=r"no answer from http|a redirect to"):
+            run(Server(completions=nowhere))
 
 
 def test_a_page_instead_of_an_answer_is_an_error():
