@@ -25,6 +25,7 @@ from vllm_scope.client import (
     UnreachableError,
     Verdict,
 )
+from vllm_scope.client.frames import Frames
 from vllm_scope.client.parsing import parse_file, parse_scope
 from vllm_scope.client.transport import Events
 from vllm_scope.control import Decided
@@ -938,6 +939,18 @@ def test_the_time_of_a_long_event_does_not_depend_on_its_pieces():
         took.append(time.thread_time() - started)
         assert [len(one.answer) for one in found] == [8 << 20]
     assert took[1] < 10 * took[0] + 0.1
+
+
+def test_the_time_of_many_small_files_is_in_proportion_to_their_number():
+    """httpx can give many files at once, because a response can be compressed."""
+    one = struct.pack("<Q", 2) + b"{}"
+    took = []
+    for count in (10_000, 100_000):
+        frames, started = Frames(), time.thread_time()
+        assert frames.feed(one * count + one[:4]) == []
+        took.append(time.thread_time() - started)
+        assert frames.feed(one[4:]) == []
+    assert took[1] < 30 * took[0]
 
 
 # Binary answers, written by the format's own library
