@@ -101,23 +101,25 @@ class Frames:
         self._rest.append(data)
         self._num_rest += len(data)
         found: list[Frame] = []
-        while self._num_rest >= self._needed:
-            every = b"".join(self._rest)
-            self._needed = _length(every)
-            self._rest = [every]
-            if len(every) < self._needed:
+        if self._num_rest < self._needed:
+            return found
+        # The bytes are joined one time, and not one time for each of many small files.
+        rest = memoryview(b"".join(self._rest))
+        while len(rest) >= self._needed:
+            self._needed = _length(rest)
+            if len(rest) < self._needed:
                 break
-            frame = Frame.parse(every[: self._needed])
+            frame = Frame.parse(bytes(rest[: self._needed]))
             if frame.answer == b"[DONE]":
                 self.done = True
             elif frame.answer is not None:
                 found.append(frame)
-            self._rest, self._num_rest = [every[self._needed :]], len(every) - self._needed
-            self._needed = 8
+            rest, self._needed = rest[self._needed :], 8
+        self._rest, self._num_rest = [bytes(rest)], len(rest)
         return found
 
 
-def _length(data: bytes) -> int:
+def _length(data: memoryview) -> int:
     """The length of the file at the beginning of `data`, in bytes. While `data` ends within the
     file's header, the file's length is not known, and the result is the length up to the header's
     end."""

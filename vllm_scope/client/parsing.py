@@ -58,11 +58,11 @@ _FILE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "
 
 
 def converted(found: object, kind: type[T], what: str) -> T:
-    """Convert the server's JSON to the type `kind`. Raises ScopeError if the JSON has another
-    form."""
+    """Convert the server's JSON to the type `kind`. Raises ScopeError if the JSON has another form,
+    or if the name of a field has half of a surrogate pair."""
     try:
         return msgspec.convert(found, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise ScopeError(f"the server's {what} has an unknown form: {error}.") from None
 
 
@@ -202,7 +202,7 @@ def parse_tokens(body: Mapping[str, object]) -> tuple[ScoredToken, ...]:
     given = body.get("tokens", [])
     try:
         found = msgspec.convert(given, list[TokenBody])
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):
         raise ScopeError(
             f"the server's tokens must have id, text, position and scores; they are {shown(given)}."
         ) from None
@@ -255,6 +255,7 @@ def _parse_tensors(
             at, indices, tokens = (one.astype(np.int64, copy=False) for one in coo)
             _check_lengths(name, arrays[name].shape, at, indices)
             _check_lengths(name, tokens.shape, tokens)
+            _check_order(name, at, tokens)
             values = arrays[name].astype(np.float32, copy=False)
             called = name.removeprefix("features.")
             of = (read or {}).get(called, NOT_KNOWN)
@@ -305,6 +306,17 @@ def _check_lengths(name: str, shape: Sequence[int], *beside: NDArray[np.int64]) 
                 f"the server's tensor {shown(name)} has the shape {list(shape)}, and a tensor "
                 f"beside it has the shape {list(one.shape)}; it must have one number for each item."
             )
+
+
+def _check_order(name: str, at: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+    """Raises ScopeError if the positions of features are not ascending, or if a position is not in
+    `tokens`, the positions that were encoded."""
+    ascending = (at[1:] >= at[:-1]).all() and (tokens[1:] > tokens[:-1]).all()
+    if not ascending or not np.isin(at, tokens).all():
+        raise ScopeError(
+            f"the server's tensor {shown(name)} has values at positions that are not ascending, or "
+            "that are not in its tokens."
+        )
 
 
 def _layer(text: str, name: str) -> int:

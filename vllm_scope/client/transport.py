@@ -113,10 +113,12 @@ class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        """Raise httpx's connection errors as UnreachableError."""
+        """Raise httpx's connection errors as UnreachableError. httpx parses the address of a
+        redirect before it returns the response. If the address is no URL, httpx's error also
+        becomes an UnreachableError."""
         try:
             yield
-        except httpx.RequestError as error:
+        except (httpx.RequestError, httpx.InvalidURL, UnicodeError) as error:
             reason = str(error).rstrip(".") or type(error).__name__
             raise UnreachableError(f"no answer from {self._url}: {reason}.") from error
 

@@ -10,6 +10,7 @@ characters of a JSON text. Each check compares the length of a list before it re
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 from vllm_scope.errors import SpecError
@@ -43,7 +44,8 @@ class Room:
         Raises:
             SpecError: the request's count of `what` is above the limit in MOST.
         """
-        self._taken[what] += count
+        # Python does not print a number of more than 4,300 digits.
+        self._taken[what] += min(count, sys.maxsize)
         if self._taken[what] > MOST[what]:
             more = f" {PACKED}" if what == "numbers in lists" else ""
             raise SpecError(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import binascii
 import hashlib
 import math
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -152,10 +153,10 @@ def _from_json(body: dict[Any, Any], where: str, most_dimensions: int) -> Array:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise SpecError(f"{where}.dtype is {shown(dtype)}; it must be one of {', '.join(DTYPES)}.")
     sane = isinstance(shape, list) and 1 <= len(shape) <= most_dimensions
-    if not sane or any(type(n) is not int or n < 1 for n in shape):
+    if not sane or any(type(n) is not int or not 1 <= n <= sys.maxsize for n in shape):
         raise SpecError(
             f"{where}.shape is {shown(shape)}; it must be 1 to {most_dimensions} positive whole "
-            "numbers."
+            "numbers of at most 63 bits."
         )
     if math.prod(shape) > MAX_NUMBERS:
         raise SpecError(f"{where} has {math.prod(shape):,} numbers; at most {MAX_NUMBERS:,}.")

@@ -13,7 +13,7 @@ last chunk carries the remaining values and the counts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -28,7 +28,7 @@ from vllm_scope.results.cursor import Cursor
 from vllm_scope.results.result import ScopeResult
 from vllm_scope.server import encode
 from vllm_scope.server.body import Body
-from vllm_scope.server.encode import Json, Label
+from vllm_scope.server.encode import Json, Label, Spans
 from vllm_scope.server.faces import CompletionOutput, Keep
 from vllm_scope.server.options import ScopeOptions
 from vllm_scope.server.tokens import ScoredTokens
@@ -91,7 +91,11 @@ class ChoiceScope:
         size = num_numbers * _SCORE_BYTES
         inline = num_numbers <= encode.MAX_INLINE_SCORES and self._take_room(size)
         values = self._sparse_values
-        told = encode.told(scores, values=values) if inline else encode.told((), scores)
+        if inline:
+            told = encode.told(scores, values=values)
+        else:
+            wide = await asyncio.to_thread(encode.wide_spans, scores, scores)
+            told = encode.told((), scores, wide=wide)
         body = encode.counts(result) | {"rows": []} | told
         body |= encode.verdicts(result.verdicts, result.begun)
         body |= encode.decisions(result.decisions)
@@ -123,16 +127,11 @@ class ChoiceScope:
             return told | tokens | encode.verdicts(cursor.verdicts(), cursor.begun())
         # If earlier chunks have left out values of a column, only the file has the column's values.
         everything, here = encode.for_callers(result.columns()), [*scores, *rows]
-        late = []
-        for column in everything:
-            if column.label in self._held_back:
-                added = [c.positions for c in here if c.label == column.label]
-                positions = np.concatenate([*self._held_back[column.label], *added])
-                late.append(replace(column, positions=positions))
+        late, wide = await _aside(bool(self._held_back), lambda: self._late(everything, here))
         scores, rows = _split(c for c in here if c.label not in self._held_back)
         late_scores, late_rows = _split(late)
-        told = self._new(scores, late_scores)
-        sent = await self._with_values(rows) + encode.rows(late_rows, None)
+        told = self._new(scores, late_scores, wide)
+        sent = await self._with_values(rows) + encode.rows(late_rows, None, wide)
         rest = [] if self._options.stream == "rows" else _split(everything)[1]
         return (
             encode.counts(result) | {"rows": []} | told | tokens
@@ -141,10 +140,26 @@ class ChoiceScope:
             | await self._rows(rest, sent, keep=bool(late))
         )  # fmt: skip
 
-    def _new(self, scores: list[Column], late: Sequence[Column] = ()) -> Json:
+    def _late(
+        self, everything: Sequence[Column], here: Sequence[Column]
+    ) -> tuple[list[Column], dict[Label, Spans]]:
+        """The columns whose values only the file has, with the positions that no chunk has carried,
+        and the result of `encode.wide_spans` for these columns."""
+        new = {column.label: [column.positions] for column in here}
+        late = []
+        for column in everything:
+            if column.label in self._held_back:
+                parts = [*self._held_back[column.label], *new.get(column.label, ())]
+                late.append(replace(column, positions=np.concatenate(parts)))
+        return late, encode.wide_spans(late, everything)
+
+    def _new(
+        self, scores: list[Column], late: Sequence[Column] = (),
+        wide: Mapping[Label, Spans] = encode.NO_SPANS,
+    ) -> Json:  # fmt: skip
         """A chunk's fields for scores, features and lenses. Only the first chunk with values of a
         `Features` names the features that were read (`asked`, up to 256 indices)."""
-        told = encode.told(scores, late, self._sparse_values, self._said)
+        told = encode.told(scores, late, self._sparse_values, self._said, wide)
         self._said.update(column.label for column in (*scores, *late))
         return told
 
@@ -165,11 +180,9 @@ class ChoiceScope:
         result = self.completion.scope
         if not result.own_probes:
             return {}
-        self._tokens.add(result, scores)
-        found = self._tokens.take(result, self.completion.scope_texts, settled)
-        if sum(max(1, len(token["scores"])) for token in found) > encode.MAX_INLINE_SCORES:
-            return {}
-        return {"tokens": found}
+        most, texts = encode.MAX_INLINE_SCORES, self.completion.scope_texts
+        found = self._tokens.take(result, scores, texts, settled, most)
+        return {} if found is None else {"tokens": found}
 
     async def _rows(self, rows: list[Column], sent: list[Json], keep: bool) -> Json:
         """The fields `rows` and `result`. The items of `rows` have values only if the rows are
@@ -186,7 +199,10 @@ class ChoiceScope:
             or self._options.tensors == "handle"
             or not self._take_room(size)
         )
-        items = encode.rows(rows, None) if in_file else await self._with_values(rows)
+        if in_file:
+            items = encode.rows(rows, None, await asyncio.to_thread(encode.wide_spans, rows, rows))
+        else:
+            items = await self._with_values(rows)
         body: Json = {"rows": sent + items, "result": None}
         if not (in_file or keep):
             return body

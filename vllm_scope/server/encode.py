@@ -39,9 +39,13 @@ Values = Callable[[Column], Json]
 #: probe or of features is the action's name. For one layer of a lens, the name is the
 #: result of `request.resolved.lens_label`.
 Label = tuple[str, int, str] | str
+Spans = list[list[int]]
 
 #: The largest count of numbers of scores, features and lenses inside the answer, for one choice.
 MAX_INLINE_SCORES = 16_384
+#: The largest number of exact spans of a choice's columns whose values are in a file. More spans
+#: would take more memory and time than the values.
+MAX_LATE_SPANS = 16_384
 #: Endings of tensor names in a file. Every column has a tensor with the ending `.positions`.
 #: Features also have tensors with the endings `.indices` and `.tokens`. Lenses also have a tensor
 #: with the ending `.token_ids`.
@@ -49,13 +53,16 @@ POSITIONS, INDICES, TOKENS = ".positions", ".indices", ".tokens"
 TOKEN_IDS = ".token_ids"
 ENDINGS = (POSITIONS, INDICES, TOKENS, TOKEN_IDS)
 
+#: The result of `wide_spans` if the exact spans are few.
+NO_SPANS: Mapping[Label, Spans] = {}
+
 
 def for_callers(columns: Iterable[Column]) -> list[Column]:
     """The columns that callers receive: all columns except the scores of an operator's monitors."""
     return [c for c in columns if not (isinstance(c.label, str) and is_monitor(c.label))]
 
 
-def spans(positions: np.ndarray) -> list[list[int]]:
+def spans(positions: np.ndarray) -> Spans:
     """Convert ascending positions to half-open spans."""
     if not len(positions):
         return []
@@ -66,6 +73,34 @@ def spans(positions: np.ndarray) -> list[list[int]]:
     starts = positions[np.concatenate([[0], breaks + 1])]
     ends = positions[np.concatenate([breaks, [len(positions) - 1]])] + 1
     return [[int(a), int(b)] for a, b in zip(starts, ends, strict=True)]
+
+
+def wide_spans(late: Sequence[Column], whole: Iterable[Column]) -> dict[Label, Spans]:
+    """Spans for columns whose values are in a file, if their exact spans would be more than
+    MAX_LATE_SPANS. Otherwise empty.
+
+    The file has all values of a column. A wide span can contain positions without a value in the
+    file. Of the positions with a value, the wide spans contain exactly those of `late`.
+
+    Args:
+        late: columns with the positions that a chunk or an answer names.
+        whole: columns with all positions, which include the columns of `late`.
+    """
+    num_spans = 0
+    for column in late:
+        num_spans += int(np.count_nonzero(np.diff(column.positions) != 1)) + 1
+        if num_spans > MAX_LATE_SPANS:
+            break
+    else:
+        return {}
+    every = {column.label: column.positions for column in whole}
+    return {one.label: _wide(one.positions, every[one.label]) for one in late}
+
+
+def _wide(positions: np.ndarray, every: np.ndarray) -> Spans:
+    """Half-open spans that contain, of the ascending positions `every`, exactly `positions`."""
+    places = spans(np.searchsorted(every, positions))
+    return [[int(every[first]), int(every[last - 1]) + 1] for first, last in places]
 
 
 def counts(result: ScopeResult) -> Json:
@@ -143,19 +178,27 @@ def _sparse_tensors(name: str, rows: SparseRows, positions: Tensor) -> dict[str,
     }  # fmt: skip
 
 
-def rows(columns: Iterable[Column], values: Values | None) -> list[Json]:
-    """The items of the field `rows`. If `values` is None, the items have no values."""
-    return [_rows(column) | (values(column) if values else {}) for column in columns]
+def rows(
+    columns: Iterable[Column], values: Values | None, wide: Mapping[Label, Spans] = NO_SPANS
+) -> list[Json]:
+    """The items of the field `rows`. If `values` is None, the items have no values, and `wide` is
+    the result of `wide_spans`."""
+    return [_rows(column, wide) | (values(column) if values else {}) for column in columns]
 
 
-def _rows(column: Column) -> Json:
+def _spans(column: Column, wide: Mapping[Label, Spans]) -> Spans:
+    """The column's spans in `wide`, or the column's exact spans."""
+    return wide[column.label] if column.label in wide else spans(column.positions)
+
+
+def _rows(column: Column, wide: Mapping[Label, Spans]) -> Json:
     assert not isinstance(column.label, str)
     site, layer, when = column.label
     body: Json = {"site": site, "layer": layer}
     if when == "before":
         body["when"] = when
     body |= {
-        "spans": spans(column.positions),
+        "spans": _spans(column, wide),
         "dtype": str(column.source.dtype).removeprefix("torch."),
         "shape": [len(column.positions), *column.row_shape],
     }
@@ -169,6 +212,7 @@ def told(
     late: Iterable[Column] = (),
     values: Values | None = None,
     said: Container[object] = (),
+    wide: Mapping[Label, Spans] = NO_SPANS,
 ) -> Json:
     """The field `scores`, and the fields `features` and `lens` if they are not empty.
 
@@ -178,6 +222,7 @@ def told(
             values of features and lenses are numbers in the JSON.
         said: labels of features whose `num_features` and `asked` are left out, because an earlier
             chunk has these fields.
+        wide: the result of `wide_spans` for `late`.
     """
     of_probes: list[list[Column]] = [[], []]
     of_features: dict[str, Json] = {}
@@ -190,25 +235,26 @@ def told(
             inline = i == 0
             body = values(column) if inline and values else {}
             if column.source.lens is not None:
-                of_lenses.append(_lens(column, column.source, inline and not values) | body)
+                of_lenses.append(_lens(column, column.source, inline and not values, wide) | body)
             else:
-                found = _features(column, column.source, inline and not values)
+                found = _features(column, column.source, inline and not values, wide)
                 read = {} if column.label in said else _read(column.source)
                 of_features[str(column.label)] = found | body | read
-    fields: Json = {"scores": scores(of_probes[0], True) | scores(of_probes[1], False)}
+    fields: Json = {"scores": scores(of_probes[0], True) | scores(of_probes[1], False, wide)}
     fields |= {"features": of_features} if of_features else {}
     return fields | ({"lens": of_lenses} if of_lenses else {})
 
 
-def scores(columns: Iterable[Column], inline: bool) -> Json:
-    """The field `scores`, by the probes' names. If `inline` is False, the field has no values."""
-    return {str(column.label): _scores(column, inline) for column in columns}
+def scores(columns: Iterable[Column], inline: bool, wide: Mapping[Label, Spans] = NO_SPANS) -> Json:
+    """The field `scores`, by the probes' names. If `inline` is False, the field has no values, and
+    `wide` is the result of `wide_spans`."""
+    return {str(column.label): _scores(column, inline, wide) for column in columns}
 
 
-def _features(column: Column, rows: SparseRows, inline: bool) -> Json:
+def _features(column: Column, rows: SparseRows, inline: bool, wide: Mapping[Label, Spans]) -> Json:
     """Encode the result of one `Features` as JSON. `indices` and `values` have a list for each
     position of `spans`."""
-    body: Json = {"spans": spans(column.positions)}
+    body: Json = {"spans": _spans(column, wide)}
     if inline:
         sparse = SparseFeatures(rows, torch.arange(len(rows)))
         counts = rows.counts.tolist()
@@ -223,12 +269,12 @@ def _read(rows: SparseRows) -> Json:
     return found
 
 
-def _lens(column: Column, rows: SparseRows, inline: bool) -> Json:
+def _lens(column: Column, rows: SparseRows, inline: bool, wide: Mapping[Label, Spans]) -> Json:
     """Encode one layer of a lens as JSON. `token_ids` and `log_probs` have a list for each position
     of `spans`."""
     assert rows.lens is not None
     name, layer = rows.lens
-    body: Json = {"name": name, "layer": layer, "spans": spans(column.positions)}
+    body: Json = {"name": name, "layer": layer, "spans": _spans(column, wide)}
     if inline:
         top = TopTokens.of_rows(rows, torch.from_numpy(column.positions))
         body["token_ids"] = top.token_ids.tolist()
@@ -249,8 +295,8 @@ def num_numbers(columns: Iterable[Column]) -> int:
     return total
 
 
-def _scores(column: Column, inline: bool) -> Json:
-    body: Json = {"spans": spans(column.positions)}
+def _scores(column: Column, inline: bool, wide: Mapping[Label, Spans]) -> Json:
+    body: Json = {"spans": _spans(column, wide)}
     if inline:
         body["values"] = _numbers(column.values)
         if column.aggregates is not None:

@@ -36,38 +36,55 @@ class ScoredTokens:
         #: The scores of tokens that were not returned yet, by position and by the probe's name.
         self._scores: dict[int, dict[str, float | None]] = {}
 
-    def add(self, result: ScopeResult, columns: Iterable[Column]) -> None:
-        """Store the new scores of generated tokens. Scores of the prompt's tokens are left out."""
-        first = result.num_prompt + self._num_told
-        for column in columns:
-            if not isinstance(column.label, str) or isinstance(column.source, SparseRows):
-                continue
-            start = int(column.positions.searchsorted(first))
-            positions, values = column.positions[start:], column.values[start:]
-            for position, value in zip(positions.tolist(), values.tolist(), strict=True):
-                score = value if math.isfinite(value) else None
-                self._scores.setdefault(position, {})[column.label] = score
-
     def take(
-        self, result: ScopeResult, texts: Sequence[str], settled: int | None
-    ) -> list[TokenJson]:
-        """The tokens that were not returned yet and whose scores have arrived.
+        self, result: ScopeResult, columns: Iterable[Column], texts: Sequence[str],
+        settled: int | None, most: int,
+    ) -> list[TokenJson] | None:  # fmt: skip
+        """The tokens that were not returned yet and whose scores have arrived. If these tokens have
+        more than `most` scores, the result is None, and no later call returns these tokens. A token
+        without scores counts as one score.
 
         Args:
+            columns: the new scores. Scores of the prompt's tokens are left out.
             texts: the text of each generated token.
             settled: all scores at positions below `settled` have arrived. If `settled` is None, no
                 more scores will arrive, and all tokens that are left are returned.
         """
         start = result.num_prompt + self._num_told
-        stop = len(result.transcript) if settled is None else max(settled, start)
+        stop = len(result.transcript)
+        if settled is not None:
+            stop = min(max(settled, start), stop)
+        probes = [
+            column for column in columns
+            if isinstance(column.label, str) and not isinstance(column.source, SparseRows)
+        ]  # fmt: skip
+        told = range(self._num_told, self._num_told + stop - start)
+        self._num_told = told.stop
+        # The scores are counted before a Python object is made of each.
+        waiting = sum(len(some) for at, some in self._scores.items() if at < stop)
+        ends = (column.positions.searchsorted([start, stop]) for column in probes)
+        num_scores = waiting + sum(int(last - first) for first, last in ends)
+        if max(num_scores, len(told)) > most:
+            self._scores = {at: some for at, some in self._scores.items() if at >= stop}
+            self._add(probes, stop)
+            return None
+        self._add(probes, start)
         found: list[TokenJson] = [
             {
-                "id": id,
+                "id": result.transcript[result.num_prompt + i],
                 "text": texts[i] if i < len(texts) else "",
-                "position": start + i - self._num_told,
-                "scores": self._scores.pop(start + i - self._num_told, {}),
+                "position": result.num_prompt + i,
+                "scores": self._scores.pop(result.num_prompt + i, {}),
             }
-            for i, id in enumerate(result.transcript[start:stop], self._num_told)
+            for i in told
         ]
-        self._num_told += len(found)
-        return found
+        return None if sum(max(1, len(token["scores"])) for token in found) > most else found
+
+    def _add(self, probes: Iterable[Column], first: int) -> None:
+        """Store the scores at the position `first` and at later positions."""
+        for column in probes:
+            start = int(column.positions.searchsorted(first))
+            positions, values = column.positions[start:], column.values[start:]
+            for position, value in zip(positions.tolist(), values.tolist(), strict=True):
+                score = value if math.isfinite(value) else None
+                self._scores.setdefault(position, {})[str(column.label)] = score

@@ -206,6 +206,11 @@ def _tokens(value: Any, encode: Encode, num_prompts: int, where: str) -> list[in
     value = as_numbers(value)
     several = isinstance(value, Sequence) and not isinstance(value, str)
     each = list(value) if several else [value]
+    if several and len(each) != num_prompts:
+        raise SpecError(
+            f"{where} has {len(each)} tokens for {num_prompts} prompts; give one for each prompt, "
+            "or one for all prompts."
+        )
     names = [f"{where}[{i}]" if several else where for i in range(len(each))]
     ids = [_token_ids(one, encode, name) for one, name in zip(each, names, strict=True)]
     found = [some[0] for some in ids]
@@ -217,11 +222,6 @@ def _tokens(value: Any, encode: Encode, num_prompts: int, where: str) -> list[in
         _warn(where, told, len(long) - len(told))
     if not several:
         return found * num_prompts
-    if len(found) != num_prompts:
-        raise SpecError(
-            f"{where} has {len(found)} tokens for {num_prompts} prompts; give one for each prompt, "
-            "or one for all prompts."
-        )
     return found
 
 

@@ -106,6 +106,11 @@ def _checked(
     return each
 
 
+def _num_prompts(value: object) -> int:
+    """The number of prompts in a value that `as_prompts` accepts."""
+    return len(value) if isinstance(value, list | tuple) else 1
+
+
 class _Of:
     """The rows and log-probabilities of one prompt and its source.
 
@@ -151,18 +156,22 @@ class Plan:
         if sweep.receivers is not None:
             self._paths = Paths(parse_receivers(sweep.receivers), sites)
             self.places = self._paths.senders(self.places, layers is not None)
-        self.ids = _checked(as_prompts(prompts, encode, "prompts"), "prompts", check)
-        lengths = [len(ids) for ids in self.ids]
         row_shape = sites.row_shape(sweep.site)
         self.heads = sweep.heads_of(row_shape[0])
         if most_cells is not None:
-            self._check_size(lengths, most_cells)
+            # To encode many prompts takes far longer than to receive them.
+            self._check_size(_num_prompts(prompts), 1, most_cells)
+        self.ids = _checked(as_prompts(prompts, encode, "prompts"), "prompts", check)
+        lengths = [len(ids) for ids in self.ids]
+        if most_cells is not None:
+            self._check_size(len(lengths), max(lengths), most_cells)
         positions, self.at = sweep.columns(lengths)
         alone = partial(encode, add_special_tokens=False)
         self.token_ids = token_ids_of(sweep.metric, alone, len(self.ids))
         self.sources: list[list[int]] | None = None
         self._given: Floats | None = None
         if is_prompts(sweep.source):
+            self._check_sources(_num_prompts(sweep.source))
             sources = as_prompts(sweep.source, encode, "Sweep.source")
             self.sources = self._sources(_checked(sources, "Sweep.source", check))
         elif sweep.module is None:
@@ -183,18 +192,23 @@ class Plan:
         self._next: list[Job] = []
         self.num_cells = sum(self._left)
 
-    def _check_size(self, lengths: list[int], most: int) -> None:
+    def _check_size(self, num_prompts: int, longest: int, most: int) -> None:
         """Raise SpecError if the number of prompts times layers, positions and heads is above
-        `most`. A cell that edits several positions counts one time for each position."""
+        `most`. A cell that edits several positions counts one time for each position.
+
+        Args:
+            longest: the number of tokens of the longest prompt, or a smaller number.
+        """
         named = self.sweep.chosen_positions
-        num_positions = max(lengths) if named is None else len(named)
+        num_positions = longest if named is None else len(named)
         num_heads = 1 if self.heads is None else len(self.heads)
-        num = len(lengths) * len(self.places) * num_positions * num_heads
+        num = num_prompts * len(self.places) * num_positions * num_heads
         if num > most:
             raise SpecError(
-                f"the sweep has {num:,} cells ({len(lengths)} prompts x {len(self.places)} layers "
-                f"x {num_positions} positions x {num_heads} heads); at most {most:,} are allowed "
-                "here. Name fewer prompts, layers, positions or heads, or send several sweeps."
+                f"the sweep has at least {num:,} cells ({num_prompts} prompts x "
+                f"{len(self.places)} layers x {num_positions} positions x {num_heads} heads); at "
+                f"most {most:,} are allowed here. Name fewer prompts, layers, positions or heads, "
+                "or send several sweeps."
             )
 
     def _check_cells(self) -> None:
@@ -276,15 +290,17 @@ class Plan:
                 f"than {most:,} are allowed, so name fewer positions, or leave out `together`."
             )
 
+    def _check_sources(self, num_sources: int) -> None:
+        if num_sources not in (0, 1, len(self.ids)):
+            raise SpecError(
+                f"Sweep.source has {num_sources} prompts for {len(self.ids)} prompts; give one "
+                "source for each prompt, or one for all prompts."
+            )
+
     def _sources(self, found: list[list[int]]) -> list[list[int]]:
         name = "Sweep.source" if len(found) == 1 else "Sweep.source[{}]"
         if len(found) == 1:
             found = found * len(self.ids)
-        if len(found) != len(self.ids):
-            raise SpecError(
-                f"Sweep.source has {len(found)} prompts for {len(self.ids)} prompts; give one "
-                "source for each prompt, or one for all prompts."
-            )
         for i, (one, other) in enumerate(zip(found, self.ids, strict=True)):
             if len(one) != len(other):
                 raise SpecError(

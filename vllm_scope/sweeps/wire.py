@@ -7,6 +7,7 @@ To:    server.sweeps, client. docs/http.md shows the forms.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -31,6 +32,8 @@ METRICS: Final[dict[str, type[Any]]] = {
 #: The largest number of dimensions of the caller's rows. The dimensions are prompts, layers,
 #: positions, heads, and the numbers of a head.
 MOST_DIMENSIONS: Final = 5
+#: The largest number of values of a table that a client accepts. The values take 1 GiB.
+MOST_VALUES: Final = 1 << 27
 #: Fields of a Sweep that have the same form in JSON.
 _PLAIN: Final = ("site", "layers", "positions", "heads", "mode", "scale", "together", "receivers")
 
@@ -246,7 +249,8 @@ class TableReader:
         """Put the cells of an event into the table, and return these cells.
 
         Raises:
-            ScopeError: the event has a form that a server of this version does not send.
+            ScopeError: the event has a form that a server of this version does not send, or its
+                table is too large.
         """
         try:
             found = msgspec.convert(body, _Event)
@@ -280,11 +284,18 @@ def _floats(values: list[float | None]) -> NDArray[np.float64]:
 
 
 def _empty(told: _Head) -> SweepTable:
-    """Make a table without values. Raises ScopeError if the names do not fit the shape."""
+    """Make a table without values. Raises ScopeError if the names do not fit the shape, or if the
+    table would have more than MOST_VALUES values."""
     names = (told.layers, told.positions, told.heads)
     lengths = [len(told.tokens), *(len(each) for each in names if each is not None)]
     if lengths != told.shape:
         raise ScopeError(f"the server's table has names for {lengths} and the shape {told.shape}.")
+    # A few names in each dimension give a table that is far larger than the event with the names.
+    if math.prod(lengths) > MOST_VALUES:
+        raise ScopeError(
+            f"the server's table has {math.prod(lengths):,} values; at most {MOST_VALUES:,}. Send "
+            "several sweeps, each of fewer prompts, layers, positions or heads."
+        )
     return SweepTable.empty(
         told.tokens, told.layers, told.positions, told.heads, told.metric, told.site, told.mode
     )

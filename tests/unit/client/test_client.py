@@ -25,6 +25,7 @@ from vllm_scope.client import (
     UnreachableError,
     Verdict,
 )
+from vllm_scope.client.frames import Frames
 from vllm_scope.client.parsing import parse_file, parse_scope
 from vllm_scope.client.transport import Events
 from vllm_scope.control import Decided
@@ -61,7 +62,9 @@ class Server:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": self.models})
         answer = self.answers[request.url.path.rsplit("/", 1)[1]]
-        return answer if isinstance(answer, httpx.Response) else httpx.Response(200, json=answer)
+        if isinstance(answer, httpx.Response):
+            return answer
+        return httpx.Response(200, text=json.dumps(answer))  # httpx's `json` takes no HALF
 
     def client(self, **options):
         return ScopeClient(transport=httpx.MockTransport(self), **options)
@@ -69,6 +72,10 @@ class Server:
     @property
     def body(self):
         return json.loads(self.requests[-1].content)
+
+
+#: Half of a surrogate pair, which JSON can contain.
+HALF = "\ud800"
 
 
 def choice(scope, **more):
@@ -246,6 +253,26 @@ def test_a_file_whose_tensors_do_not_fit_their_positions_is_refused(name):
     for wrong in (tensors[name][:1].clone(), tensors[name].reshape(1, -1)):
         with pytest.raises(ScopeError, match=r"server's tensor '.*' has the shape \["):
             parse_file(safetensors.torch.save(tensors | {name: wrong}))
+
+
+@pytest.mark.parametrize(
+    ("at", "tokens"),
+    [
+        pytest.param([0, 3], [0, 1], id="a-position-that-was-not-encoded"),
+        pytest.param([0, 1], [], id="no-position"),
+        pytest.param([1, 0], [0, 1], id="positions-not-ascending"),
+        pytest.param([0, 1], [1, 0], id="tokens-not-ascending"),
+        pytest.param([0, 1], [0, 1, 1], id="a-token-twice"),
+    ],
+)
+def test_a_file_with_features_at_other_positions_than_its_tokens_is_refused(at, tokens):
+    tensors = {
+        "features.f": torch.ones(2), "features.f.indices": torch.arange(2),
+        "features.f.positions": torch.tensor(at),
+        "features.f.tokens": torch.tensor(tokens, dtype=torch.int64),
+    }  # fmt: skip
+    with pytest.raises(ScopeError, match="has values at positions that are not ascending"):
+        parse_file(safetensors.torch.save(tensors))
 
 
 def test_tokens_of_a_lens_are_by_layer():
@@ -558,7 +585,7 @@ class TestStreams:
         assert [one.verdicts.get("p") for one in found] == [None, *[Verdict(1, 3.0)] * 2]
 
     @pytest.mark.parametrize(
-        "tokens", [3, [3], [{"id": 5}], [TOKENS[0] | {"scores": {"p": "much"}}]]
+        "tokens", [3, [3], [{"id": 5}], [{HALF: 5}], [TOKENS[0] | {"scores": {"p": "much"}}]]
     )
     def test_tokens_of_another_form_are_refused(self, tokens, run):
         event = {"choices": [choice({"tokens": tokens})]}
@@ -626,6 +653,15 @@ def test_a_redirect_is_an_error(act):
             run(Server(completions=elsewhere, edits=elsewhere))
 
 
+@pytest.mark.parametrize("address", ["javascript:1", "http://xn--a/", "http://a b/", "//["])
+def test_a_redirect_to_what_is_no_url_is_an_error_of_ours(address):
+    runs = [*both(lambda client: client.complete("x")), *both(lambda client: client.stream("x"))]
+    for run in runs:
+        nowhere = httpx.Response(301, headers={"location": address})
+        with pytest.raises(ScopeError, match=r"no answer from http|a redirect to"):
+            run(Server(completions=nowhere))
+
+
 def test_a_page_instead_of_an_answer_is_an_error():
     server = Server(completions=httpx.Response(200, content=b"<html>login"))
     with pytest.raises(ServerError, match="the answer is no JSON but"):
@@ -645,6 +681,10 @@ def test_a_page_instead_of_an_answer_is_an_error():
         pytest.param({"choices": [choice({"begun": {"p": "x"}})]}, "server's scope", id="a-stage"),
         pytest.param(
             {"choices": [choice({"rows": [entry(ROWS, data="%")]})]}, "server's scope", id="base64"
+        ),
+        pytest.param({"choices": [choice(None) | {HALF: 1}]}, "server's answer", id="a-half"),
+        pytest.param(
+            {"choices": [choice({"rows": [entry(ROWS, data=HALF)]})]}, "server's scope", id="half"
         ),
     ],
 )
@@ -899,6 +939,18 @@ def test_the_time_of_a_long_event_does_not_depend_on_its_pieces():
         took.append(time.thread_time() - started)
         assert [len(one.answer) for one in found] == [8 << 20]
     assert took[1] < 10 * took[0] + 0.1
+
+
+def test_the_time_of_many_small_files_is_in_proportion_to_their_number():
+    """httpx can give many files at once, because a response can be compressed."""
+    one = struct.pack("<Q", 2) + b"{}"
+    took = []
+    for count in (10_000, 100_000):
+        frames, started = Frames(), time.thread_time()
+        assert frames.feed(one * count + one[:4]) == []
+        took.append(time.thread_time() - started)
+        assert frames.feed(one[4:]) == []
+    assert took[1] < 30 * took[0]
 
 
 # Binary answers, written by the format's own library

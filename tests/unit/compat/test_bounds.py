@@ -18,6 +18,7 @@ from vllm_scope.compat.steering_http import keys as steering
 from vllm_scope.compat.steering_http.tiers import Wanted
 from vllm_scope.compat.vllm_lens import keys as lens
 from vllm_scope.compat.vllm_lens.steering import SteeringVector
+from vllm_scope.compat.vllm_lens.wire import deserialize_tensor
 from vllm_scope.errors import SpecError
 from vllm_scope.request.sites import Sites
 
@@ -56,6 +57,8 @@ def wire(shape, data="", dtype="float32", **more):
     return f'{{"dtype":"{dtype}","shape":{shape},"data":"{data}"{rest}}}'
 
 
+#: The largest number that Python parses. Python prints no number with more digits.
+NINES = "9" * 4300
 ROW = "[" + ",".join("1" * HIDDEN) + "]"
 #: What stands where vectors are expected: (key, JSON).
 LENS = {
@@ -245,6 +248,37 @@ def test_vectors_that_fit_the_model_pass_in_every_form():
     whole = {"hooks": {"post_block": {"ranges": [[0, LAYERS - 1]]}}, "positions": [1, 2]}
     (read,) = steering.translate({"capture": {"filesystem": whole}}, SITES).actions
     assert read.layers == tuple(range(LAYERS))
+
+
+@pytest.mark.parametrize(
+    ("translate", "given"),
+    [
+        pytest.param(
+            steering.translate,
+            {"steering_clamps": {"post_block": json.loads(wire(f"[{NINES},{NINES},{HIDDEN}]"))}},
+            id="clamps",
+        ),
+        pytest.param(
+            lens.translate,
+            {"apply_steering_vectors": vector(activations=wire(f"[1,{NINES},{HIDDEN}]"))},
+            id="vectors",
+        ),
+        pytest.param(
+            lens.translate,
+            {"apply_steering_vectors": [SteeringVector(np.ones((1, HIDDEN)), [1]),
+                json.loads(vector(activations=wire(f"[1,{NINES},{HIDDEN}]")))[0]]},
+            id="vectors-after-another",
+        ),
+    ],
+)  # fmt: skip
+def test_a_number_that_python_cannot_print_is_refused(translate, given):
+    with pytest.raises(SpecError, match=r"edits; at most 256|at most 63 bits"):
+        translate(given, SITES)
+
+
+def test_a_tensor_with_more_bytes_than_python_can_print_is_refused():
+    with pytest.raises(SpecError, match="at most 63 bits"):
+        deserialize_tensor(json.loads(wire(f"[{NINES},{NINES}]")), 1 << 20)
 
 
 def test_room_is_counted_over_a_whole_request():

@@ -300,6 +300,12 @@ def test_a_huge_shape_is_refused_before_anything_is_allocated(shape):
     assert peak < 1 << 20
 
 
+def test_a_shape_whose_product_python_cannot_print_is_refused():
+    text = sentence(lambda: Array.parse(as_json(shape=[10**4000] * 3), "x"))
+    assert text.startswith("x.shape is [1000")
+    assert "at most 63 bits" in text
+
+
 def test_a_huge_array_is_refused_before_it_is_copied():
     view = np.broadcast_to(np.float32(1), (MAX_NUMBERS + 1,))  # one number in memory
     assert "16,777,217 numbers; at most" in sentence(lambda: Add(view, layer=1))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+import tracemalloc
 from contextlib import suppress
 from functools import partial, wraps
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.errors import CapacityError
 from vllm_scope.request.sites import Place
 from vllm_scope.results.budget import asking
+from vllm_scope.results.column import Column
 from vllm_scope.results.result import ScopeResult
 from vllm_scope.results.streams import StreamTable
 from vllm_scope.server import answer as module
@@ -37,6 +39,7 @@ from vllm_scope.server.answer import Answer, current
 from vllm_scope.server.exchange import Exchange
 from vllm_scope.server.options import ScopeOptions
 from vllm_scope.server.store import Store
+from vllm_scope.server.tokens import ScoredTokens
 from vllm_scope.sinks import Manifest
 
 SIZE = SITES.hidden_size
@@ -194,6 +197,27 @@ async def test_too_many_tokens_with_scores_are_left_out(store, monkeypatch):
 
 
 @on_a_loop
+async def test_a_token_after_too_many_has_its_score(store, monkeypatch):
+    monkeypatch.setattr(encode, "MAX_INLINE_SCORES", 3)
+    sent = await sent_in_chunks(store, "scores", 4, 8, 9)
+    assert ["tokens" in body for body in sent] == [True, False, True]
+    assert sent[2]["tokens"] == entries(7, 9, range(3, 8))
+
+
+def test_the_scores_of_too_many_tokens_take_no_memory():
+    num_tokens = 2000
+    at, values = np.arange(num_tokens), torch.zeros(num_tokens)
+    columns = [Column(f"p{i}", values, at) for i in range(64)]
+    found = SimpleNamespace(num_prompt=0, transcript=list(range(num_tokens)))
+    tracemalloc.start()
+    told = ScoredTokens().take(found, columns, [""] * num_tokens, None, 16_384)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert told is None
+    assert peak < 1 << 20
+
+
+@on_a_loop
 async def test_without_probes_there_are_no_tokens(store):
     found, made = answer(store), response(0)
     take(found, 0, NUM_TOKENS, None, "complete", scope(Read("resid_post", layers=[1])))
@@ -344,6 +368,65 @@ async def test_too_many_rows_for_a_chunk_are_in_the_file(store, monkeypatch):
     assert end.positions("resid_post", 1).tolist() == [0, 1, 2, 3, 4, 7]
     assert end["resid_post", 1].tolist() == ROWS[[0, 1, 2, 3, 4, 7]].tolist()
     assert end.scores["p"].tolist() == ROWS[7:8, 0].tolist()
+
+
+#: A probe and a read of every second token.
+SECOND = scope(
+    Read("resid_post", layers=[1], tokens=[0, 2, 4, 6]),
+    Probe(np.ones(SIZE), layer=1, name="p", tokens=[0, 2, 4, 6]),
+)
+
+
+def scattered(num_arrived, status="complete"):
+    """A completion of SECOND whose first values have arrived."""
+    found = completion(0, NUM_TOKENS, None, status, SECOND)
+    at = np.array([0, 2, 4, 6])[:num_arrived]
+    asked = Spec.from_json(SECOND["scope"]).resolve(SITES)
+    (cell,) = asked.probes[0].cells
+    point = Place("resid_post", 1).point()
+    parts = {
+        None: {point: [Part(at, at, ROWS[at])]},
+        cell.bank.nameless: {point: [Part(at, at, ROWS[at, :1])]},
+    }
+    found.scope = ScopeResult(
+        asked, SITES, list(range(NUM_TOKENS)), NUM_PROMPT, parts, status, None
+    )
+    return found
+
+
+@pytest.mark.parametrize(("most", "told"), [(2, [[0, 7]]), (4, [[p, p + 1] for p in (0, 2, 4, 6)])])
+@on_a_loop
+async def test_many_spans_of_values_in_a_file_become_few(most, told, store, monkeypatch):
+    monkeypatch.setattr(encode, "MAX_INLINE_SCORES", 3)
+    monkeypatch.setattr(encode, "MAX_LATE_SPANS", most)
+    found, made = answer(store, tensors="handle"), response(0)
+    found.take(0, scattered(4))
+    await found.fill(made)
+    body = made.choices[0].scope
+    assert body["scores"] == {"p": {"spans": told}}
+    assert [(row["spans"], row["shape"]) for row in body["rows"]] == [(told, [4, SIZE])]
+    with store.open(body["result"]["id"], "owner") as file:
+        end = parse_scope(body, file.read())
+    assert end.scores.positions("p").tolist() == [0, 2, 4, 6]
+    assert end["resid_post", 1].tolist() == ROWS[[0, 2, 4, 6]].tolist()
+
+
+@on_a_loop
+async def test_few_spans_of_late_values_contain_no_position_of_an_earlier_chunk(store, monkeypatch):
+    monkeypatch.setattr(encode, "MAX_INLINE_SCORES", 1)
+    monkeypatch.setattr(encode, "MAX_LATE_SPANS", 1)
+    found, sent = answer(store, streams=True, stream="rows"), []
+    found.add_prompt()
+    found.open_one(lambda: None, True)
+    for arrived, end in ((1, None), (3, None), (4, "length")):
+        found.take(0, scattered(arrived, "complete" if end else "streaming"))
+        chunk = await found.chunk(text_of(end=end))
+        sent.append(json.loads(chunk.removeprefix("data: "))["choices"][0]["scope"])
+    assert [body["scores"].get("p", {}).get("spans") for body in sent] == [[[0, 1]], None, [[2, 7]]]
+    with store.open(sent[-1]["result"]["id"], "owner") as file:
+        end = parse_scope(sent[-1], file.read())
+    assert end.scores.positions("p").tolist() == [2, 4, 6]
+    assert end.positions("resid_post", 1).tolist() == [6]
 
 
 @on_a_loop

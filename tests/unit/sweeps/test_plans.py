@@ -503,6 +503,38 @@ def test_a_table_that_is_too_large_is_not_made():
              SITES, Letters(), most_cells=10**6)  # fmt: skip
 
 
+class Slow(Letters):
+    """Encodes four texts, and no more."""
+
+    num_texts = 0
+
+    def encode(self, text, add_special_tokens=True):
+        self.num_texts += 1
+        assert self.num_texts <= 4, "more texts are encoded than the sweep can use"
+        return super().encode(text, add_special_tokens)
+
+
+MANY = ["a"] * 2000
+
+
+@pytest.mark.parametrize(
+    ("sweep", "prompts", "words"),
+    [
+        pytest.param(Sweep("b", metric=METRIC), MANY, r"at least [0-9,]+ cells", id="prompts"),
+        pytest.param(
+            Sweep(MANY, metric=METRIC), ["a"], "has 2000 prompts for 1 prompts", id="sources"
+        ),
+        pytest.param(
+            Sweep("b", metric=LogitDifference(MANY, MANY)), ["a"], "has 2000 tokens for 1 prompts",
+            id="tokens-of-the-metric",
+        ),
+    ],
+)  # fmt: skip
+def test_texts_that_are_too_many_are_refused_before_they_are_encoded(sweep, prompts, words):
+    with pytest.raises(SpecError, match=words):
+        Plan(sweep, prompts, SITES, Slow(), most_cells=1000)
+
+
 def test_a_module_is_named_by_each_cell():
     p = plan(Sweep({"module": "m"}, metric=METRIC, mode="ablate", layers=[1], positions=[0, -1]))
     cells = [job for job in all_jobs(p) if job.place is not None]

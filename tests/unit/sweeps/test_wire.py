@@ -144,6 +144,16 @@ def test_a_servers_table_of_another_form_is_refused(events):
         reader.take(events[-1])
 
 
+def test_a_table_that_is_far_larger_than_its_names_is_refused_before_it_is_made():
+    names = list(range(300))
+    head = wire.head(table()) | {
+        "shape": [300] * 4, "tokens": [[]] * 300, "layers": names, "positions": names,
+        "heads": names,
+    }  # fmt: skip
+    with pytest.raises(ScopeError, match="the server's table has 8,100,000,000 values; at most 13"):
+        TableReader().take({"table": head})
+
+
 def test_the_client_of_sweeps_loads_neither_torch_nor_vllm():
     code = (
         "import sys, vllm_scope.client, vllm_scope.sweeps.wire; "

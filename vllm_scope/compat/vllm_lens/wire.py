@@ -14,6 +14,7 @@ Promise: this code unpickles nothing, and checks sizes before memory is allocate
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, TypeGuard
@@ -143,12 +144,14 @@ def _described(
     Raises SpecError if the dtype or shape is not allowed, or the size is above `most_bytes`.
     """
     name, shape = body.get("dtype"), body.get("shape")
-    if not isinstance(name, str) or name not in DTYPES or not is_shape(shape):
+    unknown = not isinstance(name, str) or name not in DTYPES
+    if unknown or not is_shape(shape) or max(shape, default=0) > sys.maxsize:
         raise SpecError(
             f"{where} has dtype {shown(name)} and shape {shown(shape)}; dtype is one of "
-            f"{', '.join(DTYPES)}, shape a list of at most {MAX_DIMENSIONS} numbers."
+            f"{', '.join(DTYPES)}, shape a list of at most {MAX_DIMENSIONS} numbers of at most 63 "
+            "bits."
         )
-    dtype: np.dtype[np.generic] = np.dtype(name)
+    dtype: np.dtype[np.generic] = np.dtype(str(name))
     size = dtype.itemsize * math.prod(shape)
     if most_bytes is not None and size > most_bytes:
         raise SpecError(
