@@ -87,11 +87,13 @@ class LocalPublisher:
         self._root = root
         self._fsync = fsync
         self._mode, self._folder_mode = mode, 0o700 | mode | (mode & 0o444) >> 2
+        self._lock = -1
         try:
             self._make_root()
             self.identity, self._lock = _lock(root, mode)
             _remove_leftovers(root, self.identity)
         except OSError as error:
+            self.close()
             raise FileError(f"{root} cannot be written to: {error}") from None
 
     def publish(self, files: Mapping[str, Write]) -> None:
@@ -182,22 +184,30 @@ def _lock(root: Path, mode: int) -> tuple[str, int]:
 
 
 def _remove_leftovers(root: Path, own: str) -> None:
-    """Remove the lock files and the temporary files of writers that no longer run."""
-    alive = {own}
+    """Remove the lock files and the temporary files of writers that no longer run. A file that this
+    process may not remove stays."""
     for file in list(os.scandir(root)):
         found = _LOCK.fullmatch(file.name)
-        if found and found[1] != own and not _removed(file.path):
-            alive.add(found[1])
-    for folder, folders, names in os.walk(root):
+        if found and found[1] != own:
+            _removed(file.path)
+    for folder, folders, names in os.walk(root.resolve()):
         # Hidden folders are roots of other writers, with separate locks (`files.staged`).
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             found = _TEMPORARY.fullmatch(name)
-            # A writer makes its lock file before its temporary files, also if the writer started
-            # after the scan for lock files.
-            if found and found[1] not in alive and not (root / f".scope-{found[1]}.lock").exists():
-                with suppress(FileNotFoundError):
+            if found and not _is_locked(Path(folder), found[1]):
+                with suppress(OSError):
                     os.unlink(os.path.join(folder, name))
+
+
+def _is_locked(folder: Path, identity: str) -> bool:
+    """True if the writer of a temporary file in `folder` has a lock file.
+
+    A writer makes its lock file before its temporary files. The lock file is in the writer's root,
+    which can be `folder` or any folder above it, because a root can lie below another root.
+    """
+    name = f".scope-{identity}.lock"
+    return any(os.path.exists(above / name) for above in (folder, *folder.parents))
 
 
 def _removed(path: str) -> bool:

@@ -214,6 +214,50 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_p
         publisher.close()
 
 
+@pytest.mark.parametrize(("root", "other"), [("inner", "."), (".", "inner")])
+def test_a_writer_keeps_the_files_that_a_writer_above_or_below_it_still_writes(
+    root, other, tmp_path
+):
+    (tmp_path / "link").symlink_to(tmp_path / "outer")
+    writer = LocalPublisher(tmp_path / "outer" / root)
+
+    def write(file):
+        file.write(b"half, ")
+        LocalPublisher(tmp_path / "link" / other).close()
+        file.write(b"whole")
+
+    name = "inner/d/a" if root == "." else "d/a"
+    writer.publish({name: write})
+    writer.close()
+    assert (tmp_path / "outer" / "inner" / "d" / "a").read_bytes() == b"half, whole"
+
+
+def test_a_leftover_that_may_not_be_removed_stops_no_writer(tmp_path):
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    leftover = folder / f".x.{'0' * 16}.tmp"
+    leftover.touch()
+    with nobody(tmp_path):
+        folder.chmod(0o555)
+        publisher = LocalPublisher(tmp_path)
+        publisher.publish({"a": lambda file: file.write(b"whole")})
+        publisher.close()
+        folder.chmod(0o755)
+    assert leftover.exists()
+    assert (tmp_path / "a").exists()
+
+
+def test_a_root_that_cannot_be_listed_keeps_no_lock(tmp_path):
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with nobody(tmp_path):
+        tmp_path.chmod(0o333)
+        with pytest.raises(FileError, match="cannot be written to"):
+            LocalPublisher(tmp_path)
+        tmp_path.chmod(0o755)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("fails_with", [OSError(28, "No space left on device"), RuntimeError("x")])
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(fails_with, tmp_path):
     publisher = LocalPublisher(tmp_path)
