@@ -491,3 +491,16 @@ def test_any_name_of_a_model_is_text_in_the_card(model, shown, markdown):
     lines = body.splitlines()
     assert lines[0] == f"# Rows of {markdown}"
     assert f"| model | {markdown} |" in lines
+
+
+def test_the_name_of_features_is_text_in_the_card(tmp_path):
+    pytest.importorskip("pyarrow")
+    site = "a`|\n<img src=x>\n```.features"
+    with writer_of(tmp_path / "in") as writer:
+        put(writer, 1, [(site, 0)])
+    export_dataset(vllm_scope.open(tmp_path / "in"), tmp_path / "out", [(site, 0)])
+    lines = (tmp_path / "out" / "README.md").read_text().splitlines()
+    (row,) = [line for line in lines if line.startswith("| sites and layers |")]
+    assert row.startswith(r"| sites and layers | a\`\| \<img src=x\> \`\`\`.features.0 (")
+    assert len([line for line in lines if line.startswith("|")]) == 6
+    assert len([line for line in lines if line.startswith("```")]) == 2

@@ -772,6 +772,19 @@ def test_a_folder_that_may_not_be_read_is_refused_and_not_left_out(tmp_path):
         vllm_scope.open("x" * 5000)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_under_any_name_of_features_are_read_or_refused(layout, tmp_path):
+    streams = [("a\0x.features", 0), ("a\0y.features", 0)]
+    with writer_of(tmp_path, layout=layout) as writer:
+        if layout == "npz":
+            with pytest.raises(FileError, match=r"'a\\x00x\.features\.0\S* cannot be the name"):
+                put(writer, 1, streams)
+            return
+        put(writer, 1, streams)
+    (request,) = vllm_scope.open(tmp_path)
+    assert all(len(request[stream]) for stream in streams)
+
+
 def test_many_pieces_of_one_request_are_opened_quickly(tmp_path):
     with writer_of(tmp_path, layout="per_request") as writer:
         put(writer, 1, name="a")

@@ -196,7 +196,7 @@ def test_a_file_that_changes_after_its_fingerprint_is_refused(write, num_read, t
     assert [document.content for document in find_documents(tmp_path)] == ["a", "b"]
     documents = iter(find_documents(tmp_path))
     path.unlink()
-    with pytest.raises(FileError, match="cannot be read: .*No such file"):
+    with pytest.raises(FileError, match=r"cannot be read: .*No such file"):
         list(documents)
 
 
