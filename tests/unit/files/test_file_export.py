@@ -18,6 +18,7 @@ from tests.unit.files.test_files import LAYOUTS, STREAMS, put, record_of, rows_o
 from vllm_scope.errors import ConfigError, FileError
 from vllm_scope.files import export_dataset, export_saelens, export_speculators, publish
 from vllm_scope.files.card import card_of
+from vllm_scope.files.staged import make_staged
 
 
 @pytest.fixture
@@ -350,6 +351,41 @@ def test_any_exception_of_a_remote_file_system_is_a_file_error(method, monkeypat
     monkeypatch.setattr(MemoryFileSystem, method, refuse)
     with pytest.raises(FileError, match="cannot be read: sign in first"):
         vllm_scope.open(url)[0]["embed", 0]
+
+
+@pytest.mark.parametrize("layout", ["sharded", "npz"])
+def test_a_remote_file_whose_reading_fails_is_a_file_error(layout, monkeypatch):
+    pytest.importorskip("fsspec")
+    from fsspec.implementations.memory import MemoryFile
+
+    url = f"memory://{uuid.uuid4().hex}"
+    with writer_of(url, layout=layout) as writer:
+        put(writer, 1)
+
+    def refuse(*_args):
+        raise RuntimeError("connection lost")
+
+    monkeypatch.setattr(MemoryFile, "read", refuse)
+    with pytest.raises(FileError, match="cannot be read: connection lost"):
+        vllm_scope.open(url)
+
+
+@pytest.mark.parametrize("folder", ["a[1]b", "a*b", "a?b"])
+def test_a_remote_root_is_no_pattern(folder):
+    pytest.importorskip("fsspec")
+    root = f"memory://{uuid.uuid4().hex}"
+    with writer_of(f"{root}/a1b") as other:
+        put(other, 1)
+    with writer_of(f"{root}/{folder}") as writer:
+        put(writer, 2)
+        staged = make_staged(f"{root}/{folder}", False, 0o600)
+        place = staged.make()
+        with writer_of(place) as engine:
+            (name,) = put(engine, 3)[0].files
+        staged.move(place, [name])
+        writer.flush()
+    assert len(vllm_scope.open(f"{root}/{folder}")) == 2
+    assert len(vllm_scope.open(f"{root}/a1b")) == 1
 
 
 def test_exports_of_two_models_are_refused(tmp_path):
