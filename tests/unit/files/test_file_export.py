@@ -287,6 +287,9 @@ def test_exports_refuse_what_they_cannot_do(capture, tmp_path):
     for size in (0, -1, -2):
         with pytest.raises(ConfigError, match=f"context_size is {size}; it must be at least 1"):
             export_saelens(capture, tmp_path / "a", "embed", 0, "x", size)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(FileError, match="file cannot be read: Not a directory; export into"):
+        export_dataset(capture, tmp_path / "file", [("embed", 0)])
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("x")
     with pytest.raises(FileError, match="is not empty"):
