@@ -83,6 +83,16 @@ def test_files_say_which_features_were_read(layout, tmp_path):
                 assert ("features" in stream) is knows
 
 
+def test_an_index_that_float32_does_not_have_is_refused(tmp_path):
+    sink = FilesystemSink(FileOptions.parse({"root": str(tmp_path)}))
+    info = RequestInfo(0, "r", "u", (100, 101, 102))
+    indices = torch.tensor([[1 << 24, (1 << 24) + 1]], dtype=torch.int32)
+    block = Block(info, "resid_post", 3, np.array([1]), torch.ones(1, 2), "toy", indices)
+    with pytest.raises(FileError, match="has the index 16,777,217; files have indices up to"):
+        sink.write(block)
+    sink.close()
+
+
 @pytest.mark.parametrize(("width", "dtype"), [(5, torch.float32), (4, torch.bfloat16)])
 def test_features_of_a_wrong_width_or_dtype_are_a_damaged_file(width, dtype, tmp_path):
     with writer_of(tmp_path) as writer:
