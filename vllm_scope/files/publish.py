@@ -17,6 +17,7 @@ import io
 import os
 import re
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -87,7 +88,7 @@ class LocalPublisher:
         self._root = root
         self._fsync = fsync
         self._mode, self._folder_mode = mode, 0o700 | mode | (mode & 0o444) >> 2
-        self._lock = -1
+        self._lock, self._relocking = -1, threading.Lock()
         try:
             self._make_root()
             self.identity, self._lock = _lock(root, mode)
@@ -101,6 +102,7 @@ class LocalPublisher:
         folder = targets[0].parent
         hidden = [t.with_name(f".{t.name}.{self.identity}.tmp") for t in targets]
         try:
+            self._keep_lock()
             self._make_folder(folder)
             for temporary, write in zip(hidden, files.values(), strict=True):
                 self._write(temporary, write)
@@ -126,6 +128,16 @@ class LocalPublisher:
             write(file)
             if self._fsync:
                 os.fdatasync(file.fileno())
+
+    def _keep_lock(self) -> None:
+        """Make the lock file again if it is gone, because the root was removed and made again. Else
+        the next writer would remove this writer's temporary files."""
+        path = self._root / f".scope-{self.identity}.lock"
+        with self._relocking:
+            while self._lock >= 0 and not path.exists():
+                if (fd := _locked(path, self._mode)) is not None:
+                    os.close(self._lock)
+                    self._lock = fd
 
     def _make_root(self) -> None:
         missing = [folder for folder in (self._root, *self._root.parents) if not folder.exists()]
@@ -168,19 +180,25 @@ def _lock(root: Path, mode: int) -> tuple[str, int]:
     the lock when this process ends or is killed."""
     while True:
         identity = secrets.token_hex(8)
-        path = root / f".scope-{identity}.lock"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another writer may have removed the file before `flock` locked the file.
-            if os.stat(path).st_ino == os.fstat(fd).st_ino:
-                return identity, fd
-        except (BlockingIOError, FileNotFoundError):
-            pass
-        except BaseException:
-            os.close(fd)
-            raise
+        if (fd := _locked(root / f".scope-{identity}.lock", mode)) is not None:
+            return identity, fd
+
+
+def _locked(path: Path, mode: int) -> int | None:
+    """Make and lock a lock file. Returns its file descriptor, or None if another writer has removed
+    the file before it was locked."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.stat(path).st_ino == os.fstat(fd).st_ino:
+            return fd
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
         os.close(fd)
+        raise
+    os.close(fd)
+    return None
 
 
 def _remove_leftovers(root: Path, own: str) -> None:

@@ -232,6 +232,26 @@ def test_a_writer_keeps_the_files_that_a_writer_above_or_below_it_still_writes(
     assert (tmp_path / "outer" / "inner" / "d" / "a").read_bytes() == b"half, whole"
 
 
+def test_a_writer_keeps_its_files_after_its_root_was_removed_and_made_again(tmp_path):
+    root = tmp_path / "root"
+    writer = LocalPublisher(root)
+    (root / f".scope-{writer.identity}.lock").unlink()
+    root.rmdir()
+    with pytest.raises(FileError, match="cannot be written"):
+        writer.publish({"a": lambda file: file.write(b"a")})
+    root.mkdir()
+
+    def write(file):
+        file.write(b"half, ")
+        LocalPublisher(root).close()
+        file.write(b"whole")
+
+    writer.publish({"a": write})
+    writer.close()
+    assert os.listdir(root) == ["a"]
+    assert (root / "a").read_bytes() == b"half, whole"
+
+
 def test_a_leftover_that_may_not_be_removed_stops_no_writer(tmp_path):
     folder = tmp_path / "shared"
     folder.mkdir()
