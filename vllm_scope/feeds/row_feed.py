@@ -91,7 +91,7 @@ class RowFeed:
         self._rest: Iterator[Ints] | None = None
         self._buffers = Buffers(0)
         self.num_rows = self.num_skipped = 0
-        self._finalizer = weakref.finalize(self, _end, channel, memory, feeder)
+        self._finalizer = weakref.finalize(self, _end, channel, memory, feeder, os.getpid())
 
     def __iter__(self) -> Self:
         return self
@@ -164,7 +164,10 @@ class RowFeed:
             raise getattr(errors, message.kind, ScopeError)(message.sentence)
 
     def close(self) -> None:
-        """End the feed, and the engine if the feed has started it. The caller's LLM stays open."""
+        """End the feed, and the engine if the feed has started it. The caller's LLM stays open.
+
+        In a process that the trainer has forked, do nothing.
+        """
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -188,7 +191,9 @@ def _how(feeder: Feeder) -> str:
     return f" (exit code {feeder.returncode})"
 
 
-def _end(channel: Channel, memory: int, feeder: Feeder) -> None:
+def _end(channel: Channel, memory: int, feeder: Feeder, trainer: int) -> None:
+    if os.getpid() != trainer:  # a process that the trainer has forked must not end the feed
+        return
     try:
         channel.close()
         if isinstance(feeder, threading.Thread):

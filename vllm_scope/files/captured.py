@@ -125,7 +125,14 @@ class CapturedRequest:
         (stream,) = streams
         indexed = self._piece_of[stream].manifest.streams[stream_name(stream)]
         read = NOT_KNOWN if isinstance(indexed.features, UnsetType) else indexed.features
-        return SparseFeatures(features_in(self[stream], read), self.positions(*stream))
+        rows = self[stream]
+        if rows.dtype != torch.float32 or rows.shape[1] % 2:
+            raise FileError(
+                f"{self._piece_of[stream].name}: rows of {stream_name(stream)} have "
+                f"{rows.shape[1]} numbers of {rows.dtype}; rows of features have an even number of "
+                "float32. The file is damaged."
+            )
+        return SparseFeatures(features_in(rows, read), self.positions(*stream))
 
     @property
     def token_ids(self) -> Tensor:

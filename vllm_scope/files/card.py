@@ -66,19 +66,29 @@ def card_of(
     codecs = sorted({str(stream.codec["codec"]) for stream in streams} - {"none"})
     names = [stream_name(stream) for stream in widths]
     models = ", ".join(sorted({request.manifest.model for request in requests})) or "no model"
-    # Write the names on one line, without characters that YAML or UTF-8 does not allow.
-    models = " ".join("".join(c if c.isprintable() else " " for c in models).split())
+    models = _one_line(models)
     under = f", under the codec {', '.join(codecs)}" if codecs else ""
     return _CARD.format(
         pretty=json.dumps(f"Rows of {models}", ensure_ascii=False), models=_escaped(models),
         num_rows=num_rows,
         num_requests=len(requests), dtype=dtype, exact=_exact(dtypes, dtype),
-        places=", ".join(f"`{name}` ({width} values)" for name, width in zip(
+        places=", ".join(f"{_marked(name)} ({width} values)" for name, width in zip(
             names, widths.values(), strict=True
         )),
         stored=(", ".join(dtypes) or "none") + under, first=json.dumps(names[0]),
         width=widths[next(iter(widths))],
     )  # fmt: skip
+
+
+def _one_line(text: str) -> str:
+    """The text on one line, without characters that YAML or UTF-8 does not allow."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def _marked(stream: str) -> str:
+    """The name of a stream, as code. A name of features can have any characters. If code cannot
+    have them, the name is escaped text."""
+    return f"`{stream}`" if re.fullmatch(r"[\w.-]+", stream) else _escaped(_one_line(stream))
 
 
 def _escaped(text: str) -> str:

@@ -252,8 +252,14 @@ def _numbers(rows: Tensor, dtype: Dtype) -> Array:
 
 
 def check_empty(folder: Path) -> None:
-    """Raise FileError if the folder exists and is not empty."""
-    if folder.exists() and any(folder.iterdir()):
+    """Raise FileError if the folder exists and is not empty, or cannot be read."""
+    try:
+        is_empty = not folder.exists() or not any(folder.iterdir())
+    except OSError as error:  # for example, `folder` is a file
+        raise FileError(
+            f"{folder} cannot be read: {error.strerror}; export into a folder of its own."
+        ) from None
+    if not is_empty:
         raise FileError(f"{folder} is not empty; export into a folder of its own.")
 
 

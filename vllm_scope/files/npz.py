@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_scope.errors import FileError, shown
 from vllm_scope.files.index import Index, IndexedRequest
 from vllm_scope.files.per_request import KEY, PerRequestLayout, publish_indexed
 from vllm_scope.files.publish import whole_writes
@@ -29,6 +30,12 @@ class NpzLayout(PerRequestLayout):
     def _publish(
         self, stem: str, tensors: dict[str, list[Tensor]], manifest: IndexedRequest
     ) -> None:
+        for name in tensors:
+            if "\0" in name:
+                raise FileError(
+                    f"{shown(name)} cannot be the name of an array in an .npz, because zip cuts "
+                    "names at the character NUL; use a name without NUL, or another layout."
+                )
         whole = {name: torch.cat(pieces) for name, pieces in tensors.items()}
         dtypes = {
             name: str(tensor.dtype).removeprefix("torch.")

@@ -17,6 +17,7 @@ import io
 import os
 import re
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -87,11 +88,13 @@ class LocalPublisher:
         self._root = root
         self._fsync = fsync
         self._mode, self._folder_mode = mode, 0o700 | mode | (mode & 0o444) >> 2
+        self._lock, self._relocking = -1, threading.Lock()
         try:
             self._make_root()
             self.identity, self._lock = _lock(root, mode)
             _remove_leftovers(root, self.identity)
         except OSError as error:
+            self.close()
             raise FileError(f"{root} cannot be written to: {error}") from None
 
     def publish(self, files: Mapping[str, Write]) -> None:
@@ -99,6 +102,7 @@ class LocalPublisher:
         folder = targets[0].parent
         hidden = [t.with_name(f".{t.name}.{self.identity}.tmp") for t in targets]
         try:
+            self._keep_lock()
             self._make_folder(folder)
             for temporary, write in zip(hidden, files.values(), strict=True):
                 self._write(temporary, write)
@@ -124,6 +128,16 @@ class LocalPublisher:
             write(file)
             if self._fsync:
                 os.fdatasync(file.fileno())
+
+    def _keep_lock(self) -> None:
+        """Make the lock file again if it is gone, because the root was removed and made again. Else
+        the next writer would remove this writer's temporary files."""
+        path = self._root / f".scope-{self.identity}.lock"
+        with self._relocking:
+            while self._lock >= 0 and not path.exists():
+                if (fd := _locked(path, self._mode)) is not None:
+                    os.close(self._lock)
+                    self._lock = fd
 
     def _make_root(self) -> None:
         missing = [folder for folder in (self._root, *self._root.parents) if not folder.exists()]
@@ -166,38 +180,52 @@ def _lock(root: Path, mode: int) -> tuple[str, int]:
     the lock when this process ends or is killed."""
     while True:
         identity = secrets.token_hex(8)
-        path = root / f".scope-{identity}.lock"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another writer may have removed the file before `flock` locked the file.
-            if os.stat(path).st_ino == os.fstat(fd).st_ino:
-                return identity, fd
-        except (BlockingIOError, FileNotFoundError):
-            pass
-        except BaseException:
-            os.close(fd)
-            raise
+        if (fd := _locked(root / f".scope-{identity}.lock", mode)) is not None:
+            return identity, fd
+
+
+def _locked(path: Path, mode: int) -> int | None:
+    """Make and lock a lock file. Returns its file descriptor, or None if another writer has removed
+    the file before it was locked."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.stat(path).st_ino == os.fstat(fd).st_ino:
+            return fd
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
         os.close(fd)
+        raise
+    os.close(fd)
+    return None
 
 
 def _remove_leftovers(root: Path, own: str) -> None:
-    """Remove the lock files and the temporary files of writers that no longer run."""
-    alive = {own}
+    """Remove the lock files and the temporary files of writers that no longer run. A file that this
+    process may not remove stays."""
     for file in list(os.scandir(root)):
         found = _LOCK.fullmatch(file.name)
-        if found and found[1] != own and not _removed(file.path):
-            alive.add(found[1])
-    for folder, folders, names in os.walk(root):
+        if found and found[1] != own:
+            _removed(file.path)
+    for folder, folders, names in os.walk(root.resolve()):
         # Hidden folders are roots of other writers, with separate locks (`files.staged`).
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             found = _TEMPORARY.fullmatch(name)
-            # A writer makes its lock file before its temporary files, also if the writer started
-            # after the scan for lock files.
-            if found and found[1] not in alive and not (root / f".scope-{found[1]}.lock").exists():
-                with suppress(FileNotFoundError):
+            if found and not _is_locked(Path(folder), found[1]):
+                with suppress(OSError):
                     os.unlink(os.path.join(folder, name))
+
+
+def _is_locked(folder: Path, identity: str) -> bool:
+    """True if the writer of a temporary file in `folder` has a lock file.
+
+    A writer makes its lock file before its temporary files. The lock file is in the writer's root,
+    which can be `folder` or any folder above it, because a root can lie below another root.
+    """
+    name = f".scope-{identity}.lock"
+    return any(os.path.exists(above / name) for above in (folder, *folder.parents))
 
 
 def _removed(path: str) -> bool:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, Self, cast
 
 from vllm_scope.errors import ConfigError, FileError
 from vllm_scope.files.folder import SUFFIXES
@@ -39,6 +39,21 @@ def _file_system(url: str) -> tuple[AbstractFileSystem, str]:
     except (ImportError, ValueError) as error:
         raise ConfigError(f"{url} cannot be opened: {error}") from None
     return system, root.rstrip("/")
+
+
+def _move(system: AbstractFileSystem, source: str, target: str) -> None:
+    """Move a file.
+
+    fsspec's own `mv` takes a path with `*`, `?` or `[` for a pattern. A file system with another
+    `mv` renames the file.
+    """
+    from fsspec import AbstractFileSystem
+
+    if type(system).mv is AbstractFileSystem.mv:
+        system.cp_file(source, target)
+        system.rm_file(source)
+    else:
+        system.mv(source, target)
 
 
 @contextmanager
@@ -85,7 +100,7 @@ class RemotePublisher:
             for path, temporary in zip(staged, hidden, strict=True):
                 self._system.put_file(str(path), temporary)
             for temporary, name in zip(hidden, names, strict=True):
-                self._system.mv(temporary, name)
+                _move(self._system, temporary, name)
         except Exception as error:  # each file system of fsspec raises exceptions of its own
             for temporary in hidden:
                 with suppress(Exception):
@@ -122,12 +137,33 @@ class RemoteStaged:
         inside = f"{self._root}/{self._folder}/{place.rpartition('/')[2]}"
         with _file_errors(f"{place} cannot be moved to {self._url}"):
             for name in names:
-                self._system.mv(f"{inside}/{name}", f"{self._root}/{name}")
+                _move(self._system, f"{inside}/{name}", f"{self._root}/{name}")
 
     def remove(self, place: str) -> None:
         with suppress(Exception):
             inside = f"{self._root}/{self._folder}/{place.rpartition('/')[2]}"
             self._system.rm(inside, recursive=True)
+
+
+class _Reading:
+    """A file that is open for reading. A read that fails raises FileError."""
+
+    def __init__(self, file: BinaryIO, path: str) -> None:
+        self._file, self._path = file, path
+        self.seek, self.tell, self.close = file.seek, file.tell, file.close
+
+    def read(self, size: int = -1) -> bytes:
+        with _file_errors(f"{self._path} cannot be read"):
+            return self._file.read(size)
+
+    def seekable(self) -> bool:
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class RemoteFolder:
@@ -164,7 +200,8 @@ class RemoteFolder:
     def open(self, name: str) -> tuple[BinaryIO, int]:
         path = f"{self._root}/{name}"
         with _file_errors(f"{path} cannot be read"):
-            return self._system.open(path, "rb"), int(self._system.size(path))
+            size = int(self._system.size(path))
+            return cast(BinaryIO, _Reading(self._system.open(path, "rb"), path)), size
 
     def local(self, name: str) -> Path:
         folder = Path(self._fetched.name)

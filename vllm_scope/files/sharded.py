@@ -226,20 +226,25 @@ class ShardedLayout(FileLayout):
             self._rotate(shard)
         return stored
 
-    def _rotate(self, shard: _Shard) -> None:
+    def _rotate(self, shard: _Shard) -> list[Future[None]]:
+        """Let a thread write a shard. Returns a list with the future of this call, or an empty list
+        if the shard is empty."""
         self._open.remove(shard)
         if not shard.manifests:  # `add` failed for the first request of the shard
-            return
-        self._writing.append(self._threads.submit(shard.publish, self._publisher, self._summary))
+            return []
+        written = self._threads.submit(shard.publish, self._publisher, self._summary)
+        self._writing.append(written)
         if len(self._writing) > self._num_writers:
             wait(self._writing, return_when=FIRST_COMPLETED)
         # If writing a shard has failed, the futures of the shard's requests have the error.
         self._writing = [one for one in self._writing if not one.done()]
+        return [written]
 
     def flush(self) -> None:
+        written = list(self._writing)
         for shard in list(self._open):
-            self._rotate(shard)
-        written, self._writing = self._writing, []
+            written += self._rotate(shard)  # the writing can have failed already
+        self._writing = []
         failures = [error for future in written if (error := future.exception()) is not None]
         if failures:
             raise failures[0]

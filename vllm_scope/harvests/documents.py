@@ -5,9 +5,10 @@ Runs:  in the process of a harvest or a feed. `find_documents` runs on the calle
        separate thread reads the documents.
 To:    contexts.
 
-Promise: each reading of the same data set finds the same documents, ids and fingerprint. Only one
-batch of a file's documents is in memory at a time. With an `id_column`, the memory also holds a
-digest of each id.
+Promise: each reading of the same data set finds the same documents, ids and fingerprint. If a file
+changes after its fingerprint was computed, the reading raises FileError. Only one batch of a
+file's documents is in memory at a time. With an `id_column`, the memory also holds a digest of each
+id.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,8 @@ COLUMNS = ("text", "input_ids", "token_ids", "tokens")
 SUFFIXES = (".parquet", ".jsonl", ".txt")
 #: The number of a Parquet file's bytes in one call of the hash, and of its rows in one read.
 _CHUNK, _BATCH = 1 << 20, 256
+#: The inode, size and modification time of a file.
+_Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -200,6 +205,7 @@ def _of_files(
     root: Path, files: Sequence[Path], column: str | None, id_column: str | None
 ) -> Documents:
     whole, starts = hashlib.sha256(), [0]
+    stamps: list[_Stamp] = []
     wanted = {*(COLUMNS if column is None else (column,)), id_column}
     for file in files:
         if file.suffix not in SUFFIXES:
@@ -207,13 +213,14 @@ def _of_files(
                 f"{file} cannot be read; a data set consists of {', '.join(SUFFIXES)} files."
             )
         name = file.name if file == root else file.relative_to(root).as_posix()
+        stamps.append(_stamp(file))
         num_rows, digest = _looked_at(file)
         whole.update(f"{name}\0{digest}\0".encode("utf-8", "surrogateescape"))
         starts.append(starts[-1] + num_rows)
     source = str(root).encode("utf-8", "replace").decode()  # the name of a file can be any bytes
     documents = Documents(
         source, whole.hexdigest(), starts[-1], column, id_column,
-        lambda: (row for file in files for row in _rows(file, wanted)),
+        lambda: chain.from_iterable(map(partial(_same_rows, wanted=wanted), files, stamps)),
     )  # fmt: skip
     for file, start in zip(files, starts, strict=False):
         if (row := next(_rows(file, wanted), None)) is not None:
@@ -233,6 +240,29 @@ def _looked_at(file: Path) -> tuple[int, str]:
             found.update(line)
             num_lines += bool(line.strip())
     return num_lines, found.hexdigest()
+
+
+def _stamp(file: Path) -> _Stamp:
+    """The stamp of a file. Raises FileError."""
+    try:
+        found = file.stat()
+    except OSError as error:
+        raise FileError(f"{file} cannot be read: {error}") from None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _same_rows(
+    file: Path, stamp: _Stamp, wanted: Collection[str | None]
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a file. Raises FileError if the file has another stamp before its first row
+    or after its last row, because the fingerprint is then not the fingerprint of these rows."""
+    for rows in (_rows(file, wanted), ()):
+        if _stamp(file) != stamp:
+            raise FileError(
+                f"{file} was changed or replaced after its fingerprint was computed; leave the "
+                "files of the data set unchanged, and run the command again."
+            )
+        yield from rows
 
 
 def _opened(file: Path) -> Any:

@@ -80,10 +80,17 @@ def map_npz(path: Path) -> Tensors:
                     raise ValueError(f"{shown(info.filename)} is compressed; use numpy.savez")
                 with archive.open(info) as member:
                     shape, fortran, dtype = read_npy_header(member)
-                    start = _data_start(view, info) + member.tell()
+                    header_bytes = member.tell()
                 if dtype.kind != "f" or fortran:
                     raise ValueError(f"{shown(info.filename)} does not have floats in C order")
-                array = np.frombuffer(view, dtype, int(np.prod(shape, dtype=object)), start)
+                count, num_bytes = int(np.prod(shape, dtype=object)), info.file_size - header_bytes
+                if min(shape, default=0) < 0 or count * dtype.itemsize != num_bytes:
+                    raise ValueError(
+                        f"{shown(info.filename)} has {num_bytes:,} bytes; its shape "
+                        f"{shown(list(shape))} needs another number of bytes"
+                    )
+                start = _data_start(view, info) + header_bytes
+                array = np.frombuffer(view, dtype, count, start)
                 name = info.filename.removesuffix(".npy")
                 check_new(name, tensors)
                 tensors[name] = torch.from_numpy(array.reshape(shape))

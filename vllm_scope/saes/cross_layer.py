@@ -35,7 +35,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError, reason_of, shown
 from vllm_scope.saes.arrays import Tensors, map_safetensors, only
 from vllm_scope.saes.places import place_of
 from vllm_scope.saes.sae import Sae
@@ -246,10 +246,11 @@ def _decoder(folder: Path, layer: int) -> Tensor:
 def _config(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
+    data = read_bytes(path)
     try:
-        found = yaml.safe_load(read_bytes(path))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise SpecError(f"{path} is not YAML that can be read: {error}.") from None
+        found = yaml.safe_load(data)
+    except Exception as error:  # a wrong date, number or bool raises many types of errors
+        raise SpecError(f"{path} is not YAML that can be read: {reason_of(error)}.") from None
     if not isinstance(found, dict):
         raise SpecError(f"{path} has a {type(found).__name__}; it must have fields.")
     return found

@@ -147,6 +147,17 @@ def test_a_feed_that_is_closed_or_forgotten_ends_what_it_started(model):
     assert len(list(stream(model=model))) > 3  # an LLM goes on
 
 
+@pytest.mark.parametrize("model", ["recorded", LLM()], ids=["process", "llm"])
+def test_a_fork_of_the_trainer_that_ends_does_not_end_the_feed(model):
+    feed = stream(model=model)
+    first = next(feed)
+    if not (child := os.fork()):
+        feed.close()  # as Python does at the end of a process
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert taken([first, *feed]) == expected()
+
+
 def test_what_is_wrong_with_the_documents_is_told_at_the_first_batch():
     model = LLM()
     with pytest.raises(SpecError, match="has the token id 1000; the ids of recorded are 0 to 299"):
@@ -199,7 +210,7 @@ def test_a_feed_that_is_forgotten_on_its_feeders_thread_closes_its_memory():
 
     def forget():
         try:
-            row_feed._end(Channel(ours), memory, threading.current_thread())
+            row_feed._end(Channel(ours), memory, threading.current_thread(), os.getpid())
         except RuntimeError as error:
             failed.append(error)
 

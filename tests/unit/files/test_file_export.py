@@ -18,6 +18,7 @@ from tests.unit.files.test_files import LAYOUTS, STREAMS, put, record_of, rows_o
 from vllm_scope.errors import ConfigError, FileError
 from vllm_scope.files import export_dataset, export_saelens, export_speculators, publish
 from vllm_scope.files.card import card_of
+from vllm_scope.files.staged import make_staged
 
 
 @pytest.fixture
@@ -286,6 +287,9 @@ def test_exports_refuse_what_they_cannot_do(capture, tmp_path):
     for size in (0, -1, -2):
         with pytest.raises(ConfigError, match=f"context_size is {size}; it must be at least 1"):
             export_saelens(capture, tmp_path / "a", "embed", 0, "x", size)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(FileError, match="file cannot be read: Not a directory; export into"):
+        export_dataset(capture, tmp_path / "file", [("embed", 0)])
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("x")
     with pytest.raises(FileError, match="is not empty"):
@@ -350,6 +354,41 @@ def test_any_exception_of_a_remote_file_system_is_a_file_error(method, monkeypat
     monkeypatch.setattr(MemoryFileSystem, method, refuse)
     with pytest.raises(FileError, match="cannot be read: sign in first"):
         vllm_scope.open(url)[0]["embed", 0]
+
+
+@pytest.mark.parametrize("layout", ["sharded", "npz"])
+def test_a_remote_file_whose_reading_fails_is_a_file_error(layout, monkeypatch):
+    pytest.importorskip("fsspec")
+    from fsspec.implementations.memory import MemoryFile
+
+    url = f"memory://{uuid.uuid4().hex}"
+    with writer_of(url, layout=layout) as writer:
+        put(writer, 1)
+
+    def refuse(*_args):
+        raise RuntimeError("connection lost")
+
+    monkeypatch.setattr(MemoryFile, "read", refuse)
+    with pytest.raises(FileError, match="cannot be read: connection lost"):
+        vllm_scope.open(url)
+
+
+@pytest.mark.parametrize("folder", ["a[1]b", "a*b", "a?b"])
+def test_a_remote_root_is_no_pattern(folder):
+    pytest.importorskip("fsspec")
+    root = f"memory://{uuid.uuid4().hex}"
+    with writer_of(f"{root}/a1b") as other:
+        put(other, 1)
+    with writer_of(f"{root}/{folder}") as writer:
+        put(writer, 2)
+        staged = make_staged(f"{root}/{folder}", False, 0o600)
+        place = staged.make()
+        with writer_of(place) as engine:
+            (name,) = put(engine, 3)[0].files
+        staged.move(place, [name])
+        writer.flush()
+    assert len(vllm_scope.open(f"{root}/{folder}")) == 2
+    assert len(vllm_scope.open(f"{root}/a1b")) == 1
 
 
 def test_exports_of_two_models_are_refused(tmp_path):
@@ -491,3 +530,16 @@ def test_any_name_of_a_model_is_text_in_the_card(model, shown, markdown):
     lines = body.splitlines()
     assert lines[0] == f"# Rows of {markdown}"
     assert f"| model | {markdown} |" in lines
+
+
+def test_the_name_of_features_is_text_in_the_card(tmp_path):
+    pytest.importorskip("pyarrow")
+    site = "a`|\n<img src=x>\n```.features"
+    with writer_of(tmp_path / "in") as writer:
+        put(writer, 1, [(site, 0)])
+    export_dataset(vllm_scope.open(tmp_path / "in"), tmp_path / "out", [(site, 0)])
+    lines = (tmp_path / "out" / "README.md").read_text().splitlines()
+    (row,) = [line for line in lines if line.startswith("| sites and layers |")]
+    assert row.startswith(r"| sites and layers | a\`\| \<img src=x\> \`\`\`.features.0 (")
+    assert len([line for line in lines if line.startswith("|")]) == 6
+    assert len([line for line in lines if line.startswith("```")]) == 2

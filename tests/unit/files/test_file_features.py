@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import vllm_scope
-from tests.unit.files.test_files import LAYOUTS
+from tests.unit.files.test_files import LAYOUTS, put, writer_of
 from vllm_scope.batch.sparse import SparseRows
-from vllm_scope.errors import ConfigError
+from vllm_scope.errors import ConfigError, FileError
 from vllm_scope.files import export_features
 from vllm_scope.files.options import FileOptions
 from vllm_scope.results.features import SparseFeatures
@@ -81,6 +81,24 @@ def test_files_say_which_features_were_read(layout, tmp_path):
             for name, stream in request["streams"].items():
                 knows = request["request_id"] == "r0" and ".features." in name
                 assert ("features" in stream) is knows
+
+
+def test_an_index_that_float32_does_not_have_is_refused(tmp_path):
+    sink = FilesystemSink(FileOptions.parse({"root": str(tmp_path)}))
+    info = RequestInfo(0, "r", "u", (100, 101, 102))
+    indices = torch.tensor([[1 << 24, (1 << 24) + 1]], dtype=torch.int32)
+    block = Block(info, "resid_post", 3, np.array([1]), torch.ones(1, 2), "toy", indices)
+    with pytest.raises(FileError, match="has the index 16,777,217; files have indices up to"):
+        sink.write(block)
+    sink.close()
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(5, torch.float32), (4, torch.bfloat16)])
+def test_features_of_a_wrong_width_or_dtype_are_a_damaged_file(width, dtype, tmp_path):
+    with writer_of(tmp_path) as writer:
+        put(writer, 1, [("toy.features", 3)], hidden_size=width, dtype=dtype)
+    with pytest.raises(FileError, match=rf"toy\.features\.3 have {width} numbers of {dtype}"):
+        vllm_scope.open(tmp_path)[0].features("toy")
 
 
 def test_parquet_has_a_row_for_each_value_and_for_each_token_without_one(tmp_path):

@@ -214,6 +214,70 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_p
         publisher.close()
 
 
+@pytest.mark.parametrize(("root", "other"), [("inner", "."), (".", "inner")])
+def test_a_writer_keeps_the_files_that_a_writer_above_or_below_it_still_writes(
+    root, other, tmp_path
+):
+    (tmp_path / "link").symlink_to(tmp_path / "outer")
+    writer = LocalPublisher(tmp_path / "outer" / root)
+
+    def write(file):
+        file.write(b"half, ")
+        LocalPublisher(tmp_path / "link" / other).close()
+        file.write(b"whole")
+
+    name = "inner/d/a" if root == "." else "d/a"
+    writer.publish({name: write})
+    writer.close()
+    assert (tmp_path / "outer" / "inner" / "d" / "a").read_bytes() == b"half, whole"
+
+
+def test_a_writer_keeps_its_files_after_its_root_was_removed_and_made_again(tmp_path):
+    root = tmp_path / "root"
+    writer = LocalPublisher(root)
+    (root / f".scope-{writer.identity}.lock").unlink()
+    root.rmdir()
+    with pytest.raises(FileError, match="cannot be written"):
+        writer.publish({"a": lambda file: file.write(b"a")})
+    root.mkdir()
+
+    def write(file):
+        file.write(b"half, ")
+        LocalPublisher(root).close()
+        file.write(b"whole")
+
+    writer.publish({"a": write})
+    writer.close()
+    assert os.listdir(root) == ["a"]
+    assert (root / "a").read_bytes() == b"half, whole"
+
+
+def test_a_leftover_that_may_not_be_removed_stops_no_writer(tmp_path):
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    leftover = folder / f".x.{'0' * 16}.tmp"
+    leftover.touch()
+    with nobody(tmp_path):
+        folder.chmod(0o555)
+        publisher = LocalPublisher(tmp_path)
+        publisher.publish({"a": lambda file: file.write(b"whole")})
+        publisher.close()
+        folder.chmod(0o755)
+    assert leftover.exists()
+    assert (tmp_path / "a").exists()
+
+
+def test_a_root_that_cannot_be_listed_keeps_no_lock(tmp_path):
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with nobody(tmp_path):
+        tmp_path.chmod(0o333)
+        with pytest.raises(FileError, match="cannot be written to"):
+            LocalPublisher(tmp_path)
+        tmp_path.chmod(0o755)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("fails_with", [OSError(28, "No space left on device"), RuntimeError("x")])
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(fails_with, tmp_path):
     publisher = LocalPublisher(tmp_path)
@@ -726,6 +790,19 @@ def test_a_folder_that_may_not_be_read_is_refused_and_not_left_out(tmp_path):
         assert len(vllm_scope.open(root / "open")) == 1
     with pytest.raises(FileError, match="cannot be read: File name too long"):
         vllm_scope.open("x" * 5000)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_under_any_name_of_features_are_read_or_refused(layout, tmp_path):
+    streams = [("a\0x.features", 0), ("a\0y.features", 0)]
+    with writer_of(tmp_path, layout=layout) as writer:
+        if layout == "npz":
+            with pytest.raises(FileError, match=r"'a\\x00x\.features\.0\S* cannot be the name"):
+                put(writer, 1, streams)
+            return
+        put(writer, 1, streams)
+    (request,) = vllm_scope.open(tmp_path)
+    assert all(len(request[stream]) for stream in streams)
 
 
 def test_many_pieces_of_one_request_are_opened_quickly(tmp_path):

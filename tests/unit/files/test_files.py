@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
@@ -369,6 +370,23 @@ def test_a_request_that_is_dropped_leaves_no_trace(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_flush_raises_the_error_of_a_shard_that_fails_at_once(tmp_path, monkeypatch):
+    submit = ThreadPoolExecutor.submit
+
+    def ended(pool, *call):
+        future = submit(pool, *call)
+        wait([future])
+        return future
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", ended)
+    writer = writer_of(tmp_path, layout="sharded")
+    put(writer, 1)
+    tmp_path.rename(tmp_path.with_name("elsewhere"))
+    with pytest.raises(FileError, match="cannot be written"):
+        writer.flush()
+    writer.close()
+
+
 @pytest.mark.parametrize("layout", ["per_request", "npz", "sharded", "packed"])
 def test_stages_of_one_request_are_read_as_one(layout, tmp_path):
     streams = [[("embed", 0), ("resid_post", 0)], [("resid_post", 1)]]
@@ -547,6 +565,7 @@ def test_importing_the_package_imports_neither_torch_nor_files():
 def test_local_files_need_no_optional_package(tmp_path):
     code = f"""
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 for name in ("fsspec", "pyarrow", "backports"):
     sys.modules[name] = None
 import numpy as np, torch, vllm_scope

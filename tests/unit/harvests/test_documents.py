@@ -184,6 +184,22 @@ def test_a_damaged_file_is_refused_with_its_name(tmp_path):
         find_documents(5)
 
 
+@pytest.mark.parametrize("num_read", [0, 1])
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_a_file_that_changes_after_its_fingerprint_is_refused(write, num_read, tmp_path):
+    path = write(tmp_path / f"x.{'jsonl' if write is write_jsonl else 'parquet'}", [{"text": "a"}])
+    documents = iter(find_documents(tmp_path))
+    assert [next(documents).content for _ in range(num_read)] == ["a"] * num_read
+    write(path, [{"text": "a"}, {"text": "b"}])
+    with pytest.raises(FileError, match="was changed or replaced after its fingerprint"):
+        list(documents)
+    assert [document.content for document in find_documents(tmp_path)] == ["a", "b"]
+    documents = iter(find_documents(tmp_path))
+    path.unlink()
+    with pytest.raises(FileError, match=r"cannot be read: .*No such file"):
+        list(documents)
+
+
 @pytest.mark.parametrize("name", ["no.jsonl", "no/where.parquet", "/nowhere"])
 def test_a_path_that_is_not_there_is_refused_as_a_path(name):
     with pytest.raises(FileError, match=f"there is no file or folder {name}; give the path of an"):

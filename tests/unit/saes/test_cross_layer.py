@@ -84,6 +84,9 @@ def test_another_folder_is_refused_in_one_sentence(tmp_path):
         ("feature_input_hook: hook_in", "feature_input_hook is 'blocks.0.hook_in', which names no"),
         ("- a", "config.yaml has a list; it must have fields"),
         ("a: [", "is not YAML that can be read"),
+        ("a: 2024-13-45", "is not YAML that can be read"),
+        ("a: !!timestamp b", "is not YAML that can be read"),
+        ("a: !!int ''", "is not YAML that can be read"),
         ("a: !!python/object/apply:os.getcwd []", "is not YAML that can be read"),
     ):
         (written.path / "config.yaml").write_text(config)

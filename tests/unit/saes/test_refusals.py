@@ -262,7 +262,13 @@ def _npz(path: Path, name: str, header: str, body: bytes) -> None:
     ("header", "sentence"),
     [
         ("{'descr': '<f4', 'fortran_order': False, 'shape': (1<<40,)}", "not an .npz"),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (99999999,)}", "buffer is smaller"),
+        (
+            "{'descr': '<f4', 'fortran_order': False, 'shape': (99999999,)}",
+            "another number of bytes",
+        ),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (5,)}", "has 16 bytes; its shape [5]"),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (3,)}", "has 16 bytes; its shape [3]"),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (-1, 4)}", "another number of bytes"),
         ("{'descr': '<f4', 'fortran_order': False, 'shape': (-3,)}", "not an .npz"),
         ("{'descr': '|O', 'fortran_order': False, 'shape': (1,)}", "not have floats"),
         ("{'descr': '<f4', 'fortran_order': True, 'shape': (1, 1)}", "in C order"),
