@@ -241,7 +241,7 @@ class ShardedLayout(FileLayout):
         return [written]
 
     def flush(self) -> None:
-        written = list(self._writing)
+        written = [one for one in self._writing if not one.done()]
         for shard in list(self._open):
             written += self._rotate(shard)  # the writing can have failed already
         self._writing = []
