@@ -18,6 +18,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
+from tests.collector import collector_off
 from vllm_scope import Add, Gate, Probe, Read, SpecError, scope
 from vllm_scope.engine import functions, heap
 from vllm_scope.engine.frontend import outputs
@@ -569,9 +570,6 @@ def test_the_rows_of_an_ended_request_are_freed_without_a_garbage_collection(act
     assert state.detokenizer.decode_next(5) == "<5>"
     assert running.texts == ["<5>"] * len(asked.probes)
     assert budget.num_bytes == 1000
-    gc.disable()
-    try:
+    with collector_off():
         del pending, running, state
         assert budget.num_bytes == 0
-    finally:
-        gc.enable()
