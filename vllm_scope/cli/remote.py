@@ -58,7 +58,7 @@ def asking(server: Server, console: Console) -> Iterator[ScopeClient]:
 
 
 def print_answer(console: Console, text: Text) -> None:
-    """Print a model's answer. Lines of a text that goes to a pipe are not wrapped."""
+    """Print a model's answer. If the output is a pipe or a file, long lines are not wrapped."""
     console.print(text, soft_wrap=not console.is_terminal)
 
 

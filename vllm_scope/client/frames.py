@@ -103,7 +103,8 @@ class Frames:
         found: list[Frame] = []
         if self._num_rest < self._needed:
             return found
-        # The bytes are joined one time, and not one time for each of many small files.
+        # The bytes are joined before the loop. If they were joined again for each of many small
+        # files, the time would grow with the square of the number of files.
         rest = memoryview(b"".join(self._rest))
         while len(rest) >= self._needed:
             self._needed = _length(rest)

@@ -148,9 +148,12 @@ class ScoreTable:
 
     @staticmethod
     def of(asked: Resolved) -> ScoreTable:
-        """An empty table for a request. A spec can have a thousand probes, for which it takes time
-        to make an Asked. Therefore the Asked is made one time and stored in the Resolved `asked`,
-        which all requests with the same spec share."""
+        """Make an empty table for a request.
+
+        Args:
+            asked: the Resolved that all requests with the same spec share. For a thousand probes it
+                takes time to make an Asked. Therefore the Asked is stored in this Resolved.
+        """
         known = asked.__dict__.get("_scored")
         if known is None:
             known = asked.__dict__["_scored"] = Asked(asked.probes, asked.features)

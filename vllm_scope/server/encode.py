@@ -79,8 +79,8 @@ def wide_spans(late: Sequence[Column], whole: Iterable[Column]) -> dict[Label, S
     """Spans for columns whose values are in a file, if their exact spans would be more than
     MAX_LATE_SPANS. Otherwise empty.
 
-    The file has all values of a column. A wide span can contain positions without a value in the
-    file. Of the positions with a value, the wide spans contain exactly those of `late`.
+    The file has all values of a column. A wide span can contain positions that have no value in the
+    file. If a position in a wide span has a value, the position is one of the positions of `late`.
 
     Args:
         late: columns with the positions that a chunk or an answer names.

@@ -942,7 +942,7 @@ def test_the_time_of_a_long_event_does_not_depend_on_its_pieces():
 
 
 def test_the_time_of_many_small_files_is_in_proportion_to_their_number():
-    """httpx can give many files at once, because a response can be compressed."""
+    """If a response is compressed, httpx can pass many files in one piece of bytes."""
     one = struct.pack("<Q", 2) + b"{}"
     took = []
     for count in (10_000, 100_000):

@@ -79,8 +79,8 @@ def _attach(worker: Worker, config: ScopeConfig) -> None:
 
 @contextmanager
 def _closed_if_failed(scope: ScopeWorker) -> Iterator[None]:
-    """If the `with` block fails, close the worker's threads and memory. The engine does not start
-    then, and vLLM does not shut down its workers."""
+    """If the `with` block fails, end the worker's threads and free its memory. The engine then does
+    not start, and vLLM does not call the worker's `shutdown`."""
     try:
         yield
     except BaseException:
