@@ -1,24 +1,31 @@
 """Tokens per second over HTTP: the cost of a scope for the clients of one server, in turns.
 
 The same server serves plain requests and other kinds, one kind after another. If the machine's
-speed changes, it changes for all kinds. The clients are in this process, and the server is in other
-processes. The first turn warms up. In this turn the clients check that no row is missing. In later
-turns they parse fewer answers, because with few cores the clients' work slows the server.
+speed changes, it changes for all kinds. The clients are in processes of their own (`--processes`):
+to receive an answer of 3 MB takes a client as much CPU as to send it takes the server, so that the
+clients of one process would be slower than the server. The first turn warms up. In this turn the
+clients check that no row is missing. In later turns they parse fewer answers, because with few
+cores the clients' work slows the server.
 
     python -m benchmarks.http                    # toy world on a CPU
     python -m benchmarks.http --gpu --shape 8b   # random weights on a GPU
+    python -m benchmarks.http --gpu --shape 8b --options '["--api-server-count", "4"]'
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +77,33 @@ KINDS: dict[str, tuple[str, bool, bool, bool, dict[str, str]]] = {
 
 
 class Clients:
-    """The clients of one server."""
+    """The clients of one server, in `processes` processes."""
 
-    def __init__(self, server: Server, config: dict[str, Any]) -> None:
+    def __init__(self, server: Server, config: dict[str, Any], processes: int) -> None:
         self._server, self._config = server, config
-        self._rng = np.random.default_rng(0)
+        self._seeds = itertools.count()
+        self._processes = ProcessPoolExecutor(processes, get_context("spawn"))
+        self._count = processes
+
+    def close(self) -> None:
+        self._processes.shutdown()
+
+    def run(self, kind: str, load: Load, check: bool) -> dict[str, float]:
+        """Tokens per second, MB of answers per second, and CPU seconds of the server."""
+        spec, vocab = self.spec(kind), self._config["vocab_size"]
+        before, started = self._server.cpu(), time.perf_counter()
+        shares = [
+            self._processes.submit(
+                run_clients, self._server.url, kind, spec, share, vocab, next(self._seeds), check
+            )
+            for share in shares_of(load, self._count)
+        ]
+        size = sum(share.result() for share in shares)
+        seconds = time.perf_counter() - started
+        tokens = load.requests * (load.prompt if load.generate == 1 else load.generate)
+        after = self._server.cpu()
+        cpu = {f"{name}_cpu_s": after[name] - before[name] for name in after}
+        return {"tokens_per_s": tokens / seconds, "mb_per_s": size / seconds / 1e6} | cpu
 
     def spec(self, kind: str) -> dict[str, Any]:
         _, _, reads, probes, more = KINDS[kind]
@@ -87,70 +116,85 @@ class Clients:
             actions.append(Probe(weight, layer=middle, name="ramp"))
         return {"vllm_xargs": scope(*actions) | more} if actions else {}
 
-    async def run(self, kind: str, load: Load, check: bool) -> dict[str, float]:
-        """Tokens per second, MB of answers per second, and CPU seconds of the server."""
-        body = {"model": "model", "max_tokens": load.generate, "temperature": 0}
-        body |= {"ignore_eos": True, "stream": KINDS[kind][1]} | self.spec(kind)
-        accept = BINARY if "binary" in kind else "*/*"
-        vocab = self._config["vocab_size"]
-        # Prompts differ each time, so that no request hits the prefix cache.
-        prompts = iter(self._rng.integers(5, vocab, (load.requests, load.prompt)).tolist())
-        size = 0
+
+def shares_of(load: Load, count: int) -> list[Load]:
+    """The clients and the requests of each of `count` processes, which all have a client."""
+    count = min(count, load.clients)
+    return [
+        replace(
+            load,
+            clients=len(range(i, load.clients, count)),
+            requests=len(range(i, load.requests, count)),
+        )
+        for i in range(count)
+    ]
+
+
+def run_clients(
+    url: str, kind: str, spec: dict[str, Any], load: Load, vocab: int, seed: int, check: bool
+) -> int:
+    """Send a load's requests to the server at `url`. Returns the bytes of the answers."""
+    body = {"model": "model", "max_tokens": load.generate, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": KINDS[kind][1]} | spec
+    # Prompts differ each time, so that no request hits the prefix cache.
+    drawn = np.random.default_rng(seed).integers(5, vocab, (load.requests, load.prompt))
+    prompts = iter(drawn.tolist())
+    accept = BINARY if "binary" in kind else "*/*"
+
+    async def run() -> int:
         headers = {"Authorization": f"Bearer {API_KEY}"}
         connector = aiohttp.TCPConnector(limit=load.clients)
         timeout = aiohttp.ClientTimeout(total=600)
         async with aiohttp.ClientSession(
-            self._server.url, headers=headers, connector=connector, timeout=timeout
+            url, headers=headers, connector=connector, timeout=timeout
         ) as session:
 
-            async def client() -> None:
-                nonlocal size
-                for prompt in prompts:
-                    came = await self._ask(session, body | {"prompt": prompt}, check, accept)
-                    size += came  # after the await, because other clients add meanwhile
+            async def client() -> int:
+                sizes = [
+                    await ask(session, body | {"prompt": prompt}, check, accept)
+                    for prompt in prompts
+                ]
+                return sum(sizes)
 
-            before, started = self._server.cpu(), time.perf_counter()
-            await asyncio.gather(*(client() for _ in range(load.clients)))
-            seconds = time.perf_counter() - started
-        tokens = load.requests * (load.prompt if load.generate == 1 else load.generate)
-        after = self._server.cpu()
-        cpu = {f"{name}_cpu_s": after[name] - before[name] for name in after}
-        return {"tokens_per_s": tokens / seconds, "mb_per_s": size / seconds / 1e6} | cpu
+            return sum(await asyncio.gather(*(client() for _ in range(load.clients))))
 
-    async def _ask(self, session: Any, body: dict[str, Any], check: bool, accept: str) -> int:
-        """Send a request, and return the number of bytes in the answer."""
-        headers = {"Accept": accept}
-        async with session.post("/v1/completions", json=body, headers=headers) as response:
-            answer = await response.read()
-            assert response.status == 200, answer[:500]
-            assert (response.content_type == BINARY) is (accept == BINARY)
-        size = len(answer)
-        if "vllm_xargs" not in body:
-            return size
-        if accept == BINARY:  # the JSON is last in each file
-            end = answer.rindex(b'"finish_reason":"length"')
-            answer = answer[answer.rindex(b'{"id":', 0, end) :].partition(b"[DONE]")[0]
-            found = json.JSONDecoder().raw_decode(answer.decode("utf-8", "replace"))[0]
-            found = found["choices"][0]["scope"]
-            assert found["status"] == "complete", found
-            assert found["expected"] == found["delivered"] > 0, found
-            assert found["result"] is None, found
-            return size
-        if body["stream"]:
-            answer = answer[answer.rindex(b"data: {") + 6 : answer.rindex(b"data: [DONE]")]
-        elif not check and len(answer) < 200_000 and b'"result":null' in answer:
-            return size
-        found = json.loads(answer)["choices"][0]["scope"]
+    return asyncio.run(run())
+
+
+async def ask(session: Any, body: dict[str, Any], check: bool, accept: str) -> int:
+    """Send a request, and return the number of bytes in the answer."""
+    headers = {"Accept": accept}
+    async with session.post("/v1/completions", json=body, headers=headers) as response:
+        answer = await response.read()
+        assert response.status == 200, answer[:500]
+        assert (response.content_type == BINARY) is (accept == BINARY)
+    size = len(answer)
+    if "vllm_xargs" not in body:
+        return size
+    if accept == BINARY:  # the JSON is last in each file
+        end = answer.rindex(b'"finish_reason":"length"')
+        answer = answer[answer.rindex(b'{"id":', 0, end) :].partition(b"[DONE]")[0]
+        found = json.JSONDecoder().raw_decode(answer.decode("utf-8", "replace"))[0]
+        found = found["choices"][0]["scope"]
         assert found["status"] == "complete", found
         assert found["expected"] == found["delivered"] > 0, found
-        if found["result"] is not None:
-            url = found["result"]["url"] + "?delete=true"
-            async with session.get(url) as response:
-                assert response.status == 200
-                file = await response.read()
-            assert len(file) == found["result"]["num_bytes"]
-            size += len(file)
+        assert found["result"] is None, found
         return size
+    if body["stream"]:
+        answer = answer[answer.rindex(b"data: {") + 6 : answer.rindex(b"data: [DONE]")]
+    elif not check and len(answer) < 200_000 and b'"result":null' in answer:
+        return size
+    found = json.loads(answer)["choices"][0]["scope"]
+    assert found["status"] == "complete", found
+    assert found["expected"] == found["delivered"] > 0, found
+    if found["result"] is not None:
+        url = found["result"]["url"] + "?delete=true"
+        async with session.get(url) as response:
+            assert response.status == 200
+            file = await response.read()
+        assert len(file) == found["result"]["num_bytes"]
+        size += len(file)
+    return size
 
 
 def measure(
@@ -161,7 +205,7 @@ def measure(
         found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
         for turn in range(turns + 1):
             for kind in order(kinds, turn):
-                answer = asyncio.run(clients.run(kind, load, check=turn == 0))
+                answer = clients.run(kind, load, check=turn == 0)
                 if turn:  # the first turn warms up
                     found[kind].append(answer)
         for kind, answers in found.items():
@@ -190,6 +234,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--only", nargs="*", help="only workloads of these names")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--processes", type=int, default=max(1, min(4, (os.cpu_count() or 1) // 4)))
     parser.add_argument("--options", type=json.loads, default=[], help="more of vllm serve, JSON")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
@@ -212,7 +257,8 @@ def main() -> None:
                 f"{'':20} {'':18} {'tokens/s':>10} {'ratio':>6} {'':16} {'MB/s':>8} "
                 + " ".join(f"{f'{n} CPU s':>12}" for n in ("api", "core", "worker", "all"))
             )
-            rows = measure(Clients(server, config), work, kinds, args.turns)
+            with closing(Clients(server, config, args.processes)) as clients:
+                rows = measure(clients, work, kinds, args.turns)
     if args.out:
         args.out.write_text(json.dumps(rows, indent=1))
 

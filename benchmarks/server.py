@@ -58,7 +58,10 @@ def serving(model: Path, options: list[str], log: Path, plugin: bool = True) -> 
     """
     # The module that `vllm serve` runs with one API server. The command itself does not start in
     # the CPU build, because it looks for a distribution with another name.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    program = ["vllm.entrypoints.openai.api_server", "--model"]
+    if "--api-server-count" in options:
+        program = ["vllm.entrypoints.cli.main", "serve"]
+    command = [sys.executable, "-m", *program, str(model)]
     command += ["--served-model-name", "model", "--api-key", API_KEY]
     command += ["--disable-uvicorn-access-log", *options]
     env = {"VLLM_SCOPE": str(int(plugin)), "VLLM_SCOPE_ADMIN_KEY": ADMIN_KEY}
