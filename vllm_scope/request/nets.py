@@ -26,6 +26,7 @@ from typing import Any, Literal, get_args
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.arrays import Array
+from vllm_scope.request.selectors import as_numbers
 
 #: The function between the layers of an Mlp.
 Hidden = Literal["relu", "gelu", "silu", "tanh"]
@@ -225,12 +226,13 @@ class Ema:
     decay: float
 
     def __post_init__(self) -> None:
-        sane = isinstance(self.decay, int | float) and not isinstance(self.decay, bool)
-        if not sane or not 0 <= self.decay < 1:
+        decay = as_numbers(self.decay)
+        sane = isinstance(decay, int | float) and not isinstance(decay, bool)
+        if not sane or not 0 <= decay < 1:
             raise SpecError(
                 f"Ema.decay is {shown(self.decay)}; it must be a number from 0 to below 1."
             )
-        object.__setattr__(self, "decay", float(self.decay))
+        object.__setattr__(self, "decay", float(decay))
 
     def to_json(self) -> dict[str, object]:
         return {"ema": self.decay}
@@ -251,11 +253,13 @@ class RollingMean:
     then: Literal["max"] | None = None
 
     def __post_init__(self) -> None:
-        if type(self.window) is not int or not 1 <= self.window <= MAX_WINDOW:
+        window = as_numbers(self.window)
+        if type(window) is not int or not 1 <= window <= MAX_WINDOW:
             raise SpecError(
                 f"RollingMean.window is {shown(self.window)}; it must be a whole number from 1 to "
                 f"{MAX_WINDOW:,}."
             )
+        object.__setattr__(self, "window", window)
         if self.then not in (None, "max"):
             raise SpecError(f"RollingMean.then is {shown(self.then)}; it must be None or 'max'.")
 

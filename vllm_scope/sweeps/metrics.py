@@ -137,9 +137,9 @@ class KL(Metric):
         return [()] * num_prompts
 
     def value(self, found: Logprobs, clean: Logprobs) -> float:
-        some = clean > -np.inf
-        p, q = clean[some], found[some]
-        return float(np.sum(np.exp(p) * (p - q)))
+        chance = np.exp(clean)
+        some = chance > 0  # else a token without a chance in both runs would give 0 * inf
+        return float(np.sum(chance[some] * (clean[some] - found[some])))
 
 
 def token_ids_of(metric: Metric, encode: Encode, num_prompts: int) -> list[tuple[int, ...]]:

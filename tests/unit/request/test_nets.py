@@ -157,6 +157,8 @@ def test_the_json_of_a_shaped_weight_has_its_arrays():
         pytest.param(AttentionPool(torch.tensor(V), [V]), AttentionPool(V, np.array(V)), id="pool"),
         pytest.param(RollingMean(3, None), RollingMean(3), id="rolling"),
         pytest.param(Ema(0), Ema(0.0), id="ema"),
+        pytest.param(Ema(np.float32(0.5)), Ema(0.5), id="ema-of-numpy"),  # type: ignore[arg-type]
+        pytest.param(RollingMean(np.int64(4)), RollingMean(4), id="mean-of-numpy"),  # type: ignore[arg-type]
     ],
 )
 def test_a_weight_or_an_aggregate_is_the_same_in_any_spelling(one, other):
