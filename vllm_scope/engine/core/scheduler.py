@@ -260,11 +260,14 @@ def _schedule(
         request = self.requests[new.req_id]
         known = entered(request)
         if known is not None:
-            if known.sums is not None:
+            summing = _state_of(self).summing
+            # In Model Runner V2, `scheduled_new_reqs` also contains requests that begin again after
+            # preemption. Such a request adds no more rows to sums that were dropped.
+            if known.sums is not None and new.req_id not in summing:
                 # The room is reserved again, because a user can have dropped the sums after the
                 # request entered.
                 known.sums.enter_again(known.asked.moments)
-                _state_of(self).summing.add(new.req_id)
+                summing.add(new.req_id)
             number = _state_of(self).told.number_of(known.asked, news)
             news.entrants[new.req_id] = Entrant(
                 known.recipient, number, known.columns, known.unchecked,
