@@ -225,6 +225,7 @@ class EngineCore(Protocol):
     """vllm.v1.engine.core.EngineCore"""
 
     vllm_config: VllmConfig
+    scheduler: Scheduler
 
 
 class EngineCoreProc(EngineCore, Protocol):
@@ -257,7 +258,7 @@ class Request(Protocol):
     """vllm.v1.request.Request"""
 
     request_id: str
-    output_token_ids: Sequence[int]
+    all_token_ids: Sequence[int]
     num_tokens: int
     num_computed_tokens: int
     num_prompt_tokens: int

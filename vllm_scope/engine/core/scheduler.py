@@ -196,7 +196,10 @@ def _free(
     if known is not None:
         _state_of(self).leave(request.request_id)
     if known is not None and known.has_sinks:
-        ended = Ended(tuple(request.output_token_ids), str(request.get_finished_reason()))
+        # vLLM moves the tokens that follow the first piece of streamed input to the prompt. The
+        # workers have only the first piece.
+        after_first = tuple(request.all_token_ids[known.num_prompt :])
+        ended = Ended(after_first, str(request.get_finished_reason()))
         _state_of(self).ended[request.request_id] = ended
     if known is not None and request.request_id in _state_of(self).summing:
         _state_of(self).summing.remove(request.request_id)
