@@ -118,7 +118,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
         _wraps("OutputProcessor.add_request", "request prompt parent_req request_index",
                "request_states"),
         _wraps("RequestState._new_completion_output", "finish_reason",
-               "request_id detokenizer parent_req"),
+               "request_id detokenizer logprobs_processor parent_req prompt_token_ids"),
         _uses("OutputProcessor", "has_unfinished_requests"),
     ),
     "v1.engine.parallel_sampling": (_uses("ParentRequest", "request_id sampling_params"),),

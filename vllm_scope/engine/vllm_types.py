@@ -155,7 +155,9 @@ class RequestState(Protocol):
 
     request_id: str
     detokenizer: Detokenizer
+    logprobs_processor: Any  # vllm.v1.engine.logprobs.LogprobsProcessor
     parent_req: ParentRequest | None
+    prompt_token_ids: list[int]  # a request with taps has token ids
 
 
 class OutputProcessor(Protocol):
