@@ -21,7 +21,7 @@ from vllm_scope.engine.frontend import ahead
 from vllm_scope.engine.frontend.connection import connections
 from vllm_scope.engine.frontend.running import Live, lives, refusal_of, running_of, runs
 from vllm_scope.engine.frontend.translators import in_words
-from vllm_scope.engine.params import concerns, names_module, params_of
+from vllm_scope.engine.params import concerns, names_module, params_of, used_by_vllm
 from vllm_scope.engine.refusals import refusal, refusal_in
 from vllm_scope.engine.vllm_types import (
     AsyncLLM,
@@ -104,7 +104,8 @@ def outdated(output: RequestOutput) -> bool:
 def _generate(
     original: Callable[..., Outputs], self: AsyncLLM, *args: object, **kwargs: object
 ) -> Outputs:
-    params = params_of(args, kwargs, 1, "sampling_params")
+    given = params_of(args, kwargs, 1, "sampling_params")
+    params = used_by_vllm(given, params_of(args, kwargs, 0, "prompt"))
     stream = original(self, *args, **kwargs)
     return _settled(self, stream) if concerns(params, self) else stream
 
