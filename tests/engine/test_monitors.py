@@ -64,6 +64,29 @@ def test_every_request_is_monitored_plain_ones_too(llm):
     assert sample("verdicts_total", monitor="high") == 0
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_request_that_vllm_has_made_before_is_monitored_too(n, llm):
+    """Its own parameters apply, and not those of the call."""
+    from vllm.sampling_params import RequestOutputKind
+
+    engine, own = llm.llm_engine, params(n=n, temperature=1.0)
+    own.output_kind = RequestOutputKind.FINAL_ONLY
+    prompt = {"type": "token", "prompt_token_ids": PROMPT}
+    tasks = engine.get_supported_tasks()
+    made = engine.input_processor.process_inputs("made", prompt, own, supported_tasks=tasks)
+    engine.add_request("made", made, params(max_tokens=1))
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    (output,) = outputs
+    assert len(output.outputs) == n
+    for completion in output.outputs:
+        assert len(completion.token_ids) == 6
+        assert completion.scope.status == "complete"
+        assert completion.scope.verdicts["monitor/low"].position == 0
+    assert own.extra_args is None
+
+
 def test_a_monitored_prompt_hits_the_prefix_cache_as_a_plain_one_does(llm):
     prompt = list(range(300, 390))
     first, second = (run(llm, [prompt], params())[0] for _ in range(2))

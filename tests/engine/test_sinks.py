@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import time
 from contextlib import contextmanager
@@ -12,8 +13,8 @@ import torch
 import vllm_scope
 from tests import asking
 from tests.asking import run
-from tests.conftest import TOYWORLD, local_engine, preempted_in
-from vllm_scope import Probe, Read, SpecError, scope
+from tests.conftest import TOYWORLD, async_engine, local_engine, preempted_in
+from vllm_scope import Add, Probe, Read, SpecError, scope
 
 
 def params(*actions, **options):
@@ -216,3 +217,65 @@ def test_global_sinks_have_every_request_plain_ones_too(llama, tmp_path):
             assert request.status == "ok"
             rows = expected[place].scope["resid_post", 1]
             torch.testing.assert_close(request["resid_post", 1], rows)
+
+
+def test_a_global_sink_has_the_tokens_of_all_pieces_of_streamed_input(llama, ref, tmp_path):
+    reads = [{"site": "resid_post", "layers": [1]}]
+    sinks = {"filesystem": {"root": str(tmp_path), "layout": "per_request", "reads": reads}}
+    pieces = [list(range(5, 25)), list(range(60, 71)), [7, 8, 9]]
+    edits = [Add([0.5] * 128, layer=1, tokens=tokens) for tokens in ("all", "prompt")]
+
+    async def go():
+        from vllm.engine.protocol import StreamingInput
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = async_engine(
+            llama, skip_tokenizer_init=True, additional_config={"scope": {"global_sinks": sinks}}
+        )
+        sampling = params(max_tokens=4)
+        sampling.output_kind = RequestOutputKind.DELTA
+
+        async def session(name):
+            ended, outputs, reasons = asyncio.Event(), [], []
+
+            async def each():
+                for ids in pieces:
+                    yield StreamingInput({"type": "token", "prompt_token_ids": [*ids]})
+                    await ended.wait()
+                    ended.clear()
+
+            async for output in engine.generate(each(), sampling, name):
+                outputs += output.outputs[0].token_ids
+                if output.outputs[0].finish_reason is not None:
+                    reasons.append(output.outputs[0].stop_reason)
+                    ended.set()
+            return outputs, reasons
+
+        try:
+            outputs, _ = await session("plain")
+            await engine.collective_rpc("scope_set_edits", args=(scope(edits[0])["scope"],))
+            await session("edited")
+            await engine.collective_rpc("scope_set_edits", args=(scope(edits[1])["scope"],))
+            refused = await session("refused")
+            await engine.collective_rpc("scope_set_edits", args=(None,))
+            await engine.collective_rpc("scope_flush")
+            return outputs, refused
+        finally:
+            engine.shutdown()
+
+    outputs, (of_refused, reasons) = asyncio.run(go())
+    assert of_refused == []
+    assert all("a later piece of streamed input cannot be told from" in one for one in reasons)
+    assert len(outputs) == 12
+    # vLLM drops the last token of each answer before the next piece.
+    ids = [
+        *pieces[0], *outputs[:3], *pieces[1], *outputs[4:7], *pieces[2], *outputs[8:]
+    ]  # fmt: skip
+    found = {one.manifest.request_id.rsplit("-", 1)[0]: one for one in vllm_scope.open(tmp_path)}
+    plain, edited = found["plain"], found["edited"]
+    for one in (plain, edited):
+        assert one.positions("resid_post", 1).tolist() == list(range(len(ids) - 1))
+        rows = ref.streams(one.token_ids.tolist()[:-1])[2]
+        rows = rows + 0.5 if one is edited else rows
+        torch.testing.assert_close(one["resid_post", 1], rows, rtol=1e-3, atol=1e-3)
+    assert plain.token_ids.tolist() == ids

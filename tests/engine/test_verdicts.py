@@ -121,7 +121,10 @@ def test_neighbours_of_a_stopped_request_are_bit_identical(llm):
 
 def test_a_prompt_can_be_stopped_before_it_is_computed_whole(llm):
     """70 tokens in chunks of 32: the first chunk is enough."""
-    (output,) = run(llm, [PROMPT], params(probe("score", -1e30, tokens="prompt"), max_tokens=24))
+    stops = probe("score", -1e30, tokens="prompt")
+    (output,) = run(llm, [PROMPT], params(stops, max_tokens=24, prompt_logprobs=1))
+    # Over HTTP, `echo` joins them with the prompt's tokens.
+    assert output.prompt_logprobs == [None] * 70
     assert output.outputs[0].finish_reason == "stop"
     assert list(output.outputs[0].token_ids) == []
     assert output.scope.verdicts["score"].position == 0

@@ -14,7 +14,7 @@ configured monitors, the engine does not start. If the same is true of monitors 
 sets later, the monitors are refused. No request passes without the monitors that are set when it
 enters. Therefore monitors cause an error in a request in two cases: the monitors and the request's
 own actions together need more room than the engine has, or the request has prompt embeddings or
-streamed input, which cannot be tapped.
+streamed input, which cannot be tapped. A server also refuses beam search.
 """
 
 from __future__ import annotations

@@ -126,6 +126,13 @@ def params_of(
     return kwargs[name] if name in kwargs else args[place]
 
 
+def used_by_vllm(params: Any, prompt: object) -> Any:
+    """The parameters with which vLLM runs a request. If the prompt is a whole EngineCoreRequest,
+    vLLM uses the parameters of the EngineCoreRequest, and not those of the call.
+    vllm 0.30 to 0.33, v1/engine/async_llm.py, AsyncLLM.add_request"""
+    return getattr(prompt, "sampling_params", None) or params
+
+
 def concerns(params: object, engine: Engine) -> bool:
     """True if the request has a spec, or keys of a translator, or if a translator applies to every
     request (as for monitors)."""

@@ -118,7 +118,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
         _wraps("OutputProcessor.add_request", "request prompt parent_req request_index",
                "request_states"),
         _wraps("RequestState._new_completion_output", "finish_reason",
-               "request_id detokenizer parent_req"),
+               "request_id detokenizer logprobs_processor parent_req prompt_token_ids"),
         _uses("OutputProcessor", "has_unfinished_requests"),
     ),
     "v1.engine.parallel_sampling": (_uses("ParentRequest", "request_id sampling_params"),),
@@ -160,7 +160,8 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     "v1.utils": (_wraps("RustFrontendProcessManager.__init__"),),
     # EngineCore
     "v1.engine.core": (
-        _wraps("EngineCore.preprocess_add_request", "request", "vllm_config model_executor"),
+        _wraps("EngineCore.preprocess_add_request", "request",
+               "vllm_config model_executor scheduler"),
         _wraps("EngineCore.collective_rpc", "method args"),
         _wraps("EngineCoreProc._handle_request_preproc_error", "request", "output_queue", _ERROR),
     ),
@@ -173,7 +174,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
         _uses("FinishReason", "ERROR LENGTH STOP"),
     ),
     "v1.request": (
-        _uses("Request", "request_id sampling_params prompt_token_ids output_token_ids num_tokens "
+        _uses("Request", "request_id sampling_params prompt_token_ids all_token_ids num_tokens "
               "num_computed_tokens num_in_flight_tokens num_prompt_tokens block_hashes "
               "client_index skip_reading_prefix_cache get_finished_reason"),
         _uses("RequestStatus", "FINISHED_ABORTED FINISHED_ERROR FINISHED_STOPPED"),

@@ -155,7 +155,9 @@ class RequestState(Protocol):
 
     request_id: str
     detokenizer: Detokenizer
+    logprobs_processor: Any  # vllm.v1.engine.logprobs.LogprobsProcessor
     parent_req: ParentRequest | None
+    prompt_token_ids: list[int]  # a request with taps has token ids
 
 
 class OutputProcessor(Protocol):
@@ -225,6 +227,7 @@ class EngineCore(Protocol):
     """vllm.v1.engine.core.EngineCore"""
 
     vllm_config: VllmConfig
+    scheduler: Scheduler
 
 
 class EngineCoreProc(EngineCore, Protocol):
@@ -257,7 +260,7 @@ class Request(Protocol):
     """vllm.v1.request.Request"""
 
     request_id: str
-    output_token_ids: Sequence[int]
+    all_token_ids: Sequence[int]
     num_tokens: int
     num_computed_tokens: int
     num_prompt_tokens: int

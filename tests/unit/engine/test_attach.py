@@ -43,6 +43,14 @@ def test_rows_of_the_old_weights_are_worked_on_before_the_weights_change(happene
     assert happened == ["settled", "changed", "changed", None]
 
 
+def test_rows_are_worked_on_before_the_weights_leave_the_device(happened):
+    """A lens on a GPU reads the model's own unembedding, and the drain thread can be late."""
+    worker = _worker(happened, ("sleep", "wake_up"))
+    worker.sleep()
+    worker.wake_up()
+    assert happened == ["settled", "changed", "changed"]
+
+
 def test_weights_that_cannot_be_read_leave_the_lens_as_it_is(happened):
     worker = _worker(happened, ("reload_weights",), OSError("no such folder"))
     with pytest.raises(OSError, match="no such folder"):

@@ -72,7 +72,7 @@ def _request(*actions: Any, name: str = "r", num_prompt: int = 8, first: int | N
         extra[TICKET] = ticket.encode()
     params = SimpleNamespace(extra_args=extra, max_tokens=10)
     return SimpleNamespace(
-        request_id=name, sampling_params=params, prompt_token_ids=[1] * num_prompt
+        request_id=name, sampling_params=params, prompt_token_ids=[1] * num_prompt, resumable=False
     )
 
 
@@ -218,6 +218,24 @@ def test_prompt_embeddings_enter_as_they_are_and_are_never_edited():
         _enter(engine, request)
     pooling = SimpleNamespace(request_id="p", sampling_params=None, prompt_token_ids=None)
     assert _enter(engine, pooling) is None
+
+
+@pytest.mark.parametrize("tokens", ["prompt", "generated"])
+def test_the_first_piece_of_streamed_input_is_not_edited_in_parts(tokens):
+    """Tokens of the later pieces would count as generated."""
+    engine, piece = _core(), _request()
+    piece.resumable = True
+    engine.registry.set_edits(scope(Add(W, layer=1))["scope"])
+    found = _enter(engine, piece)
+    assert (len(found.asked.edits), found.num_prompt) == (1, 8)
+    engine.registry.set_edits(scope(Add(W, layer=1, tokens=tokens))["scope"])
+    with pytest.raises(SpecError, match="a later piece of streamed input cannot be told from"):
+        _enter(engine, piece)
+    # A session that began before the edits were set goes on without these edits.
+    session = SimpleNamespace(requests={"r": None})
+    made, hashed = _preprocess(_EngineCore(engine, scheduler=session), piece)
+    assert hashed == [None] * 4
+    assert entered(made) is None
 
 
 def test_the_cost_counts_the_positions_that_a_step_may_overshoot():

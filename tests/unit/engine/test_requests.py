@@ -54,6 +54,8 @@ class Counted(Connection):
 class State(SimpleNamespace):
     """vLLM's RequestState."""
 
+    logprobs_processor = SimpleNamespace(prompt_logprobs=None)
+
 
 class Completion(SimpleNamespace):
     """vLLM's CompletionOutput."""
@@ -505,6 +507,24 @@ def _made(running, state, token_ids, finish_reason, stop_reason):
     runs.put(state, running)
     completion = outputs._new_completion(original, state)
     return RequestOutput("r", None, [1], None, [completion], finish_reason is not None)
+
+
+@pytest.mark.parametrize(
+    ("reason", "before", "after"),
+    [
+        pytest.param("stop", [None], [None] * 4, id="in-the-first-chunk"),
+        pytest.param("stop", [None, {1: 0.5}], [None, {1: 0.5}, None, None], id="in-a-later-chunk"),
+        pytest.param(None, [None], [None], id="goes-on"),
+        pytest.param("stop", [], [], id="streamed-before"),
+        pytest.param("stop", None, None, id="not-asked-for"),
+    ],
+)
+def test_each_prompt_token_of_a_stopped_request_has_a_place_for_its_logprob(reason, before, after):
+    pending = SimpleNamespace(asked=SimpleNamespace(probes=()), error=None)
+    processor = SimpleNamespace(prompt_logprobs=before)
+    state = State(logprobs_processor=processor, prompt_token_ids=[1, 2, 3, 4])
+    _made(Running(pending, Decorators(), None, ""), state, [], reason, "probe 'p'")
+    assert processor.prompt_logprobs == after
 
 
 def test_a_stream_whose_caller_is_slow_is_refused_with_the_reason():

@@ -416,6 +416,10 @@ def test_a_request_that_begins_has_room_for_sums_that_were_dropped_since_it_ente
     room.drop("moments")
     step(scheduler, new=["r"])
     assert room.num_bytes == size > 0
+    # Model Runner V2 gets a preempted request again. The workers do not make dropped sums again.
+    room.drop("moments")
+    step(scheduler, new=["r"])
+    assert room.num_bytes == 0
 
 
 def test_a_step_without_requests_of_ours_has_no_news(scheduler):
@@ -427,8 +431,8 @@ def test_workers_hear_how_requests_with_sinks_end(scheduler):
     sites = Sites(1, 4, "float32", (0, 2))
     for name, to in (("mine", "memory"), ("sunk", "filesystem")):
         asked = Spec((Read("embed", to=to),)).resolve(sites)
-        request = _request(name, asked=asked)
-        request.output_token_ids, request.get_finished_reason = [7, 8], lambda: "stop"
+        request = _request(name, asked=asked, num_prompt=2)
+        request.all_token_ids, request.get_finished_reason = [5, 6, 7, 8], lambda: "stop"
         scheduling._add_to_scheduler(Scheduler.enqueue, scheduler, request)
     step(scheduler, new=["mine", "sunk"])
     end(scheduler, "mine")
@@ -437,6 +441,19 @@ def test_workers_hear_how_requests_with_sinks_end(scheduler):
     news = step(scheduler, finished=["mine", "sunk"])
     assert news.ended == {"sunk": Ended((7, 8), "stop")}
     assert step(scheduler, finished=["mine", "sunk"]) is None
+
+
+def test_workers_hear_all_tokens_after_the_first_piece_of_streamed_input(scheduler):
+    """vLLM moves them to the prompt, except those that follow the last piece."""
+    asked = Spec((Read("embed", to="filesystem"),)).resolve(Sites(1, 4, "float32", (0, 2)))
+    session = _request("session", asked=asked, num_prompt=2)
+    session.all_token_ids, session.get_finished_reason = [5, 6, 7, 8, 9], lambda: "abort"
+    session.prompt_token_ids, session.output_token_ids = [5, 6, 7, 8], [9]
+    scheduling._add_to_scheduler(Scheduler.enqueue, scheduler, session)
+    step(scheduler, new=["session"])
+    end(scheduler, "session")
+    news = step(scheduler, finished=["session"])
+    assert news.ended == {"session": Ended((7, 8, 9), "abort")}
 
 
 def test_new_scales_are_told_with_the_next_step_unless_their_token_is_computed_already(scheduler):

@@ -18,16 +18,16 @@ ANSWER = object()
 SERVED = SimpleNamespace(additional_config={"scope": {}}, parallel_config=None)
 
 
-def create(body, xargs=None, path="/v1/completions"):
+def create(body, xargs=None, path="/v1/completions", beams=False):
     """What comes of a request with fields that vLLM does not know."""
-    request = SimpleNamespace(model_extra=body, vllm_xargs=xargs, use_beam_search=False)
+    request = SimpleNamespace(model_extra=body, vllm_xargs=xargs, use_beam_search=beams)
 
     async def original(self, request, raw_request):
         return ANSWER
 
     async def run():
         current.set(path)
-        state = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=SERVED))
+        state = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=SERVED), scope=None)
         raw = SimpleNamespace(app=SimpleNamespace(state=state), url=SimpleNamespace(path=path))
         return await http._create(original, None, request, raw)
 
@@ -57,3 +57,13 @@ def test_a_scope_beside_vllm_xargs_is_refused(body, word):
 )
 def test_unknown_fields_of_a_body_pass(body):
     assert create(body) is ANSWER
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_beam_search_is_refused_while_monitors_are_set(path, monkeypatch):
+    """Its requests of one token each have no generated tokens that a monitor could stop."""
+    assert create({}, path=path, beams=True) is ANSWER
+    names = [SimpleNamespace(name=name) for name in ("mood", "risk")]
+    monkeypatch.setattr(http, "monitors_of", lambda config: names)
+    with pytest.raises(SpecError, match="every request for its monitors 'mood', 'risk'; sample"):
+        create({}, path=path, beams=True)

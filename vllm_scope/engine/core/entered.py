@@ -38,6 +38,7 @@ class Entered(Struct, frozen=True):
         reserve: the places in the workers' tables that the request can need when its policy changes
             scales, and the number of rows of the request's lenses.
         sums: the object that reserves room for the request's sums; None if there are no Moments.
+        num_prompt: number of tokens of the prompt, or of the first piece of streamed input.
     """
 
     asked: Resolved
@@ -51,6 +52,7 @@ class Entered(Struct, frozen=True):
     logged: LogRange = NO_LOG
     reserve: Cost = Cost()
     sums: SumsRoom | None = None
+    num_prompt: int = 0
 
     @property
     def has_sinks(self) -> bool:

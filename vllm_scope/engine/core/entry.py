@@ -125,6 +125,12 @@ class CoreScope:
             return None
         if asked.edits:
             self._check_connector()
+        if request.resumable and not all(map(_is_of_all_tokens, asked.edits)):
+            raise SpecError(
+                "this server edits only the prompts or only the generated tokens of all requests, "
+                "and a later piece of streamed input cannot be told from generated tokens; send "
+                "the prompt in one piece, or repeat the request after these edits are removed."
+            )
         ids = asked.ids_of(request.prompt_token_ids)
         firsts = [_first({read.tokens for read in self.everywhere.reads}, ids)]
         firsts += [] if ticket is None else [ticket.first_position]
@@ -145,7 +151,7 @@ class CoreScope:
             BlockKeys(asked.edits, len(ids), ids, nonce, asked.shared) if asked.edits else None,
             held, columns, unchecked,
             LogRange(0, (params.max_tokens or 1) + OVERSHOOT, asked.num_states), reserve,
-            self.sums if asked.moments else None,
+            self.sums if asked.moments else None, len(ids),
         )  # fmt: skip
 
     def _held_of(self, asked: Resolved, ids: Ids, max_tokens: int, unchecked: bool) -> _HeldBy:
@@ -255,6 +261,11 @@ def _first(selectors: set[Selector], ids: Ids) -> int | None:
     return min((one.first_position(len(ids), ids) for one in selectors), default=None)
 
 
+def _is_of_all_tokens(edit: ResolvedEdit) -> bool:
+    """True if a server-wide edit edits prompt tokens and generated tokens."""
+    return edit.tokens.picks_phase(False) and edit.tokens.picks_phase(True)
+
+
 def _unchecked(asked: Resolved, more: bool, ticket: Ticket | None) -> bool:
     """True if the request can deliver more bytes in one step than its front-end has checked."""
     changed = more or (ticket is not None and bool(ticket.modules))
@@ -279,6 +290,9 @@ def _preprocess(
     # the workers need.
     ticket = ticket_of(request.sampling_params)
     request.sampling_params = without_ticket(request.sampling_params)
+    if request.resumable and request.request_id in self.scheduler.requests:
+        # A later piece of streamed input has the edits and reads of the first piece.
+        return original(self, request)
     if ticket is None or not ticket.variants:
         return _entered_as(original, self, request, ticket)
     found = original(self, request)

@@ -196,7 +196,10 @@ def _free(
     if known is not None:
         _state_of(self).leave(request.request_id)
     if known is not None and known.has_sinks:
-        ended = Ended(tuple(request.output_token_ids), str(request.get_finished_reason()))
+        # vLLM moves the tokens that follow the first piece of streamed input to the prompt. The
+        # workers have only the first piece.
+        after_first = tuple(request.all_token_ids[known.num_prompt :])
+        ended = Ended(after_first, str(request.get_finished_reason()))
         _state_of(self).ended[request.request_id] = ended
     if known is not None and request.request_id in _state_of(self).summing:
         _state_of(self).summing.remove(request.request_id)
@@ -260,11 +263,14 @@ def _schedule(
         request = self.requests[new.req_id]
         known = entered(request)
         if known is not None:
-            if known.sums is not None:
+            summing = _state_of(self).summing
+            # In Model Runner V2, `scheduled_new_reqs` also contains requests that begin again after
+            # preemption. Such a request adds no more rows to sums that were dropped.
+            if known.sums is not None and new.req_id not in summing:
                 # The room is reserved again, because a user can have dropped the sums after the
                 # request entered.
                 known.sums.enter_again(known.asked.moments)
-                _state_of(self).summing.add(new.req_id)
+                summing.add(new.req_id)
             number = _state_of(self).told.number_of(known.asked, news)
             news.entrants[new.req_id] = Entrant(
                 known.recipient, number, known.columns, known.unchecked,

@@ -21,9 +21,15 @@ from vllm_scope.engine.frontend import ahead
 from vllm_scope.engine.frontend.connection import connections
 from vllm_scope.engine.frontend.running import Live, lives, refusal_of, running_of, runs
 from vllm_scope.engine.frontend.translators import in_words
-from vllm_scope.engine.params import concerns, names_module, params_of
+from vllm_scope.engine.params import concerns, names_module, params_of, used_by_vllm
 from vllm_scope.engine.refusals import refusal, refusal_in
-from vllm_scope.engine.vllm_types import AsyncLLM, CompletionOutput, LLMEngine, RequestOutput
+from vllm_scope.engine.vllm_types import (
+    AsyncLLM,
+    CompletionOutput,
+    LLMEngine,
+    RequestOutput,
+    RequestState,
+)
 from vllm_scope.errors import ScopeError, SpecError, UnheldError
 from vllm_scope.results.buffer import Pending
 from vllm_scope.results.inbox import inbox
@@ -37,11 +43,13 @@ LONG_S = 5.0
 
 
 def _new_completion(
-    original: Callable[..., CompletionOutput], self: object, *args: object, **kwargs: object
+    original: Callable[..., CompletionOutput], self: RequestState, *args: object, **kwargs: object
 ) -> CompletionOutput:
     """RequestState._new_completion_output. The wrapper connects the completion with its rows."""
     completion = original(self, *args, **kwargs)
     known, refused = runs.of(self), refusal_in(completion)
+    if known is not None and completion.finish_reason is not None:
+        _fill_prompt_logprobs(self)
     if isinstance(refused, SpecError) and known is not None:
         refused = refusal()(in_words(str(refused), known.decorators.paths))
     if refused is not None:
@@ -51,6 +59,16 @@ def _new_completion(
     if known is not None or refused is not None:
         lives.put(completion, Live(known, refusal=refused))
     return completion
+
+
+def _fill_prompt_logprobs(state: RequestState) -> None:
+    """If a verdict ended a request before its whole prompt was computed, the log-probabilities of
+    the other prompt tokens are None. vLLM's server expects one item for each prompt token.
+    vllm 0.32, entrypoints/openai/completion/serving.py, _create_completion_logprobs"""
+    found = state.logprobs_processor.prompt_logprobs
+    # The list is empty if an earlier output of a stream had the log-probabilities.
+    while found and len(found) < len(state.prompt_token_ids):
+        found.append(None)
 
 
 def _waiting_for(output: RequestOutput) -> list[Pending]:
@@ -86,7 +104,8 @@ def outdated(output: RequestOutput) -> bool:
 def _generate(
     original: Callable[..., Outputs], self: AsyncLLM, *args: object, **kwargs: object
 ) -> Outputs:
-    params = params_of(args, kwargs, 1, "sampling_params")
+    given = params_of(args, kwargs, 1, "sampling_params")
+    params = used_by_vllm(given, params_of(args, kwargs, 0, "prompt"))
     stream = original(self, *args, **kwargs)
     return _settled(self, stream) if concerns(params, self) else stream
 

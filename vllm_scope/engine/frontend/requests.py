@@ -24,6 +24,7 @@ from collections.abc import (
 )
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import islice
@@ -52,7 +53,15 @@ from vllm_scope.engine.frontend.prepared import (
 from vllm_scope.engine.frontend.running import Running, runs
 from vllm_scope.engine.heap import seldom
 from vllm_scope.engine.monitors import monitors_of
-from vllm_scope.engine.params import TICKET, asks, dedicated, names_module, params_of, with_ticket
+from vllm_scope.engine.params import (
+    TICKET,
+    asks,
+    dedicated,
+    names_module,
+    params_of,
+    used_by_vllm,
+    with_ticket,
+)
 from vllm_scope.engine.refusals import Refusing, named
 from vllm_scope.engine.vllm_types import (
     AsyncLLM,
@@ -272,8 +281,10 @@ def _translated(
     kwargs: dict[str, object],
 ) -> tuple[Any, tuple[object, ...], dict[str, object]]:
     """Returns the SamplingParams, args and kwargs of a call. In the SamplingParams, a spec replaces
-    the keys of other systems."""
-    given = params_of(args, kwargs, 2)
+    the keys of other systems. If the prompt is an EngineCoreRequest, a copy has these
+    SamplingParams."""
+    prompt = params_of(args, kwargs, 1, "prompt")
+    given = used_by_vllm(params_of(args, kwargs, 2), prompt)
     connection = connections.of(engine.output_processor)
     with Refusing():
         if connection is None:
@@ -283,6 +294,13 @@ def _translated(
             functions.check(params, engine)
         if asks(params):
             params = dedicated(params)
+    if hasattr(prompt, "sampling_params"):
+        prompt = copy(prompt)
+        prompt.sampling_params = params
+        if "prompt" in kwargs:
+            kwargs = kwargs | {"prompt": prompt}
+        else:
+            args = (args[0], prompt, *args[2:])
     if "params" in kwargs:
         return params, args, kwargs | {"params": params}
     return params, (*args[:2], params, *args[3:]), kwargs
@@ -290,7 +308,7 @@ def _translated(
 
 def _add_sync(original: Callable[..., T], self: LLMEngine, *args: object, **kwargs: object) -> T:
     control.flush(self)
-    params = params_of(args, kwargs, 2)
+    params = used_by_vllm(params_of(args, kwargs, 2), params_of(args, kwargs, 1, "prompt"))
     ahead.send(self, monitors_of(self.vllm_config))
     asked = asks(params)
     applied = _applying(self, params)
@@ -324,7 +342,7 @@ def _add_async(
     original: Callable[..., Awaitable[T]], self: AsyncLLM, *args: object, **kwargs: object
 ) -> Awaitable[T]:
     ahead.send_soon(self, monitors_of(self.vllm_config))
-    given = params_of(args, kwargs, 2)
+    given = used_by_vllm(params_of(args, kwargs, 2), params_of(args, kwargs, 1, "prompt"))
     asked = asks(given)
     applied = _applying(self, given)
     if not asked and not applied:

@@ -21,10 +21,11 @@ from vllm_scope.engine.worker.worker import ScopeWorker
 from vllm_scope.errors import reason_of
 from vllm_scope.graph.tap import graphs
 
-#: The methods by which vLLM changes the weights. vLLM calls each method on all workers. When a
-#: method of _OLD_WEIGHTS starts, the model still has its old weights. When a method of _NEW_WEIGHTS
-#: ends without an error, the model has new weights.
-_OLD_WEIGHTS = ("reload_weights", "start_weight_update")
+#: The methods by which vLLM changes or frees the weights. vLLM calls each method on all workers.
+#: When a method of _OLD_WEIGHTS starts, the model still has its old weights. `sleep` frees the
+#: device memory of the weights, from which a lens reads. When a method of _NEW_WEIGHTS ends without
+#: an error, the model has new weights.
+_OLD_WEIGHTS = ("reload_weights", "start_weight_update", "sleep")
 _NEW_WEIGHTS = ("reload_weights", "finish_weight_update")
 
 
