@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError, naming, shown
 from vllm_scope.request.actions.base import number
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.nets import AttentionPool, Hidden
@@ -114,10 +114,8 @@ def from_safetensors(
     """
     path = probe_path(path)
     tensors, _ = read_safetensors(read_bytes(path))
-    try:
+    with naming(str(path)):
         return from_state_dict(tensors, kind, hidden=hidden, names=names)
-    except SpecError as error:
-        raise SpecError(f"{path}: {error}") from None
 
 
 def _names_of(state: Mapping[str, object], kind: str) -> Sequence[str]:

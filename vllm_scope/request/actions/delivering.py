@@ -9,11 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions.base import (
-    MEMORY,
-    Action,
-    checked_name,
-)
+from vllm_scope.request.actions.base import MEMORY, Action, checked_name
 from vllm_scope.request.heads import CodecChoice
 
 WHEN = ("after", "before")
@@ -66,9 +62,7 @@ class Read(Action):
 
     def __post_init__(self) -> None:
         self._place()
-        if self.layer_numbers is not None and len(self.layer_numbers) > 1:
-            layers = tuple(sorted(self.layer_numbers))
-            self._set(layer=layers, layers=layers)
+        self._sort_layers()
         self._set(codec=CodecChoice.parse(self.codec, "Read.codec"))
         if self.when not in WHEN:
             raise SpecError(

@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions.base import MEMORY, Action, checked_name
+from vllm_scope.request.actions.base import MEMORY, Action, checked_name, held
 from vllm_scope.request.actions.sparse import MAX_TOP_K
 from vllm_scope.request.sites import LENS_SITES, Place
 
@@ -66,9 +66,7 @@ class LensTopK(Action):
             checked_name(self.lens, "LensTopK.lens")
         checked_name(self.name, "LensTopK.name")
         checked_name(self.to, "LensTopK.to")
-        if self.layer_numbers is not None:
-            layers = tuple(sorted(self.layer_numbers))
-            self._set(layer=layers[0] if len(layers) == 1 else layers, layers=layers)
+        self._sort_layers()
 
     def of_engine(self, lenses: Mapping[str, Collection[Place]]) -> LensTopK:
         """This action, with all layers for which the named lens has a map. If the action names no
@@ -82,13 +80,8 @@ class LensTopK(Action):
         """
         if self.lens is None:
             return self
-        if self.lens not in lenses:
-            known = ", ".join(sorted(lenses)[:8]) or "none"
-            raise SpecError(
-                f"LensTopK.lens is {shown(self.lens)}, which this engine does not hold; it holds: "
-                f"{known}. Name the lens in additional_config={{'scope': {{'lenses': ...}}}}."
-            )
-        mapped = sorted(layer for site, layer in lenses[self.lens] if site == self.site)
+        places = held(self.lens, lenses, "LensTopK.lens", "lens", "lenses")
+        mapped = sorted(layer for site, layer in places if site == self.site)
         wrong = [layer for layer in self.layer_numbers or () if layer not in mapped]
         if wrong or not mapped:
             there = f"layers {', '.join(map(str, mapped))}" if mapped else "no layer"

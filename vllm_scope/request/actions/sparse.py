@@ -15,11 +15,10 @@ import numpy as np
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions.base import (
     MEMORY,
-    MOST_FEATURES,
     Action,
-    are_features,
     checked_name,
-    held_sae,
+    feature_numbers,
+    held,
     number,
 )
 from vllm_scope.request.arrays import Array
@@ -192,19 +191,8 @@ class Features(Action):
             return
         if self.top_k is not None:
             raise SpecError("Features has top_k and indices; give one of them.")
-        given = self.indices.tolist() if hasattr(self.indices, "tolist") else self.indices
-        indices = tuple(given) if isinstance(given, list | tuple) else (given,)
-        if not 1 <= len(indices) <= MAX_INDICES:
-            raise SpecError(
-                f"Features.indices has {len(indices)} features; it has 1 to {MAX_INDICES}, of all "
-                "Features of a request together."
-            )
-        if not are_features(indices):
-            raise SpecError(
-                f"Features.indices is {shown(given)}; it must name each feature one time, by its "
-                f"number, which must be below {MOST_FEATURES:,}."
-            )
-        self._set(indices=indices)
+        limit = f"it has 1 to {MAX_INDICES}, of all Features of a request together."
+        self._set(indices=feature_numbers(self.indices, "Features.indices", MAX_INDICES, limit))
 
     def _take_rows(self) -> None:
         """Replace an Sae object, or the JSON of EncoderRows, by EncoderRows."""
@@ -264,7 +252,7 @@ class Features(Action):
         """
         if not isinstance(self.sae, str):
             return self
-        sae = held_sae(self.sae, saes, "Features.sae")
+        sae = held(self.sae, saes, "Features.sae", "SAE", "saes")
         site, layer = sae.place
         for name, asked, own in (("site", self.site, site), ("layers", self.layer, layer)):
             if asked not in ("", None, own):
