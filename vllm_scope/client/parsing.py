@@ -151,7 +151,7 @@ def _take_scores(
 
 
 def _scored(one: ScoresBody, values: Sequence[float | None]) -> Scored:
-    numbers = _numbers(values)
+    numbers = np.array(values, np.float32)  # None becomes NaN
     return _positions(one.spans, numbers.shape), numbers
 
 
@@ -342,11 +342,6 @@ def _table(values: Sequence[Sequence[float | None]]) -> NDArray[np.float64]:
             "positions; each position must have the same number of items."
         )
     return np.array(values, np.float64).reshape(len(values), -1 if values else 0)
-
-
-def _numbers(values: Sequence[float | None]) -> NDArray[np.float32]:
-    """The values as an array; None becomes NaN."""
-    return np.array(values, np.float32)
 
 
 def _positions(spans: Sequence[Span], shape: Sequence[int]) -> NDArray[np.int64]:
