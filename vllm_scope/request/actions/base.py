@@ -98,6 +98,21 @@ def feature_numbers(value: Any, where: str, most: int, limit: str) -> tuple[int,
     return found
 
 
+def sae_rows(cls: type[T], value: object, where: str, allowed: str) -> T:
+    """Parse a JSON object with all fields of a class of rows of an SAE. An object of this class is
+    returned without changes. The error for other values has `allowed` and the names of the fields.
+    """
+    if isinstance(value, cls):
+        return value
+    names = [one.name for one in fields(cls)]  # type: ignore[arg-type]
+    if not isinstance(value, Mapping) or set(value) != set(names):
+        raise SpecError(f"{where} is {shown(value)}; it must be {allowed} {', '.join(names)}.")
+    try:
+        return cls(**value)
+    except SpecError as error:
+        raise SpecError(str(error).replace("sae.", f"{where}.", 1)) from None
+
+
 def held(name: str, there: Mapping[str, T], where: str, what: str, option: str) -> T:
     """The engine's SAE or lens with this name. Raises SpecError if the engine has none.
 

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions.base import checked_name, feature_numbers, held, number
+from vllm_scope.request.actions.base import checked_name, feature_numbers, held, number, sae_rows
 from vllm_scope.request.actions.edits import COMMON, Edit
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import MODEL_SITES, canonical_site
@@ -100,18 +100,8 @@ class FeatureRows:
     @staticmethod
     def parse(value: object, where: str) -> FeatureRows:
         """Parse a JSON object with the four fields. A FeatureRows is returned without changes."""
-        if isinstance(value, FeatureRows):
-            return value
-        names = ("encoder", "decoder", "bias", "threshold")
-        if not isinstance(value, Mapping) or set(value) != set(names):
-            raise SpecError(
-                f"{where} is {shown(value)}; it must be an SAE that vllm_scope.saes loaded; in "
-                f"JSON, an object with {', '.join(names)}."
-            )
-        try:
-            return FeatureRows(*(value[name] for name in names))
-        except SpecError as error:
-            raise SpecError(str(error).replace("sae.", f"{where}.", 1)) from None
+        allowed = "an SAE that vllm_scope.saes loaded; in JSON, an object with"
+        return sae_rows(FeatureRows, value, where, allowed)
 
     def to_json(self) -> dict[str, object]:
         return {

@@ -20,6 +20,7 @@ from vllm_scope.request.actions.base import (
     feature_numbers,
     held,
     number,
+    sae_rows,
 )
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import MODEL_SITES, canonical_site
@@ -109,19 +110,8 @@ class EncoderRows:
     @staticmethod
     def parse(value: object, where: str) -> EncoderRows:
         """Parse a JSON object with the three fields. An EncoderRows is returned without changes."""
-        if isinstance(value, EncoderRows):
-            return value
-        names = ("encoder", "bias", "threshold")
-        if not isinstance(value, Mapping) or set(value) != set(names):
-            raise SpecError(
-                f"{where} is {shown(value)}; it must be the name of an SAE that the engine holds, "
-                "an SAE that vllm_scope.saes loaded, or in JSON an object with "
-                f"{', '.join(names)}."
-            )
-        try:
-            return EncoderRows(*(value[name] for name in names))
-        except SpecError as error:
-            raise SpecError(str(error).replace("sae.", f"{where}.", 1)) from None
+        allowed = "the name of an SAE that the engine holds, an SAE that vllm_scope.saes loaded, "
+        return sae_rows(EncoderRows, value, where, f"{allowed}or in JSON an object with")
 
     def to_json(self) -> dict[str, object]:
         return {name: getattr(self, name).to_json() for name in ("encoder", "bias", "threshold")}
