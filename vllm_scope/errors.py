@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from os import PathLike
@@ -47,6 +47,13 @@ _short.maxlist = _short.maxtuple = _short.maxdict = 8
 def shown(value: object) -> str:
     """The repr of a value for an error text: shortened, and on one line."""
     return re.sub(r"\n\s*", " ", _short.repr(value))
+
+
+def checked_word(value: object, allowed: Collection[str], where: str) -> str:
+    """Return the value. Raises SpecError if it is not one of the allowed words."""
+    if not isinstance(value, str) or value not in allowed:
+        raise SpecError(f"{where} is {shown(value)}; it must be one of {', '.join(allowed)}.")
+    return value
 
 
 def checked_ending(path: str | PathLike[str], *endings: str) -> str:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from vllm_scope.errors import SpecError, naming, shown
+from vllm_scope.errors import SpecError, checked_word, naming, shown
 from vllm_scope.request.arrays import Array
 
 #: The function between the layers of an Mlp.
@@ -121,10 +121,7 @@ class Mlp:
                 f"{where}[{len(found) - 1}] makes {found[-1][0].shape[0]} numbers; the last layer "
                 "must make one, the score."
             )
-        if self.hidden not in HIDDEN:
-            raise SpecError(
-                f"Mlp.hidden is {shown(self.hidden)}; it must be one of {', '.join(HIDDEN)}."
-            )
+        checked_word(self.hidden, HIDDEN, "Mlp.hidden")
         object.__setattr__(self, "layers", tuple(found))
 
     @property
