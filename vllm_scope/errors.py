@@ -56,6 +56,20 @@ def checked_word(value: object, allowed: Collection[str], where: str) -> str:
     return value
 
 
+def checked_flag(value: object, where: str) -> bool:
+    """Return the value. Raises SpecError if it is not a bool."""
+    if not isinstance(value, bool):
+        raise SpecError(f"{where} is {shown(value)}; it must be true or false.")
+    return value
+
+
+def checked_count(value: object, most: int, where: str) -> int:
+    """Return the value. Raises SpecError if it is not a whole number from 1 to `most`."""
+    if type(value) is not int or not 1 <= value <= most:
+        raise SpecError(f"{where} is {shown(value)}; it must be a whole number from 1 to {most:,}.")
+    return value
+
+
 def checked_ending(path: str | PathLike[str], *endings: str) -> str:
     """The ending of a path. Raises FileError if the ending is not in `endings`."""
     ending = Path(path).suffix

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from vllm_scope.errors import SpecError, checked_word, naming, shown
+from vllm_scope.errors import SpecError, checked_count, checked_word, naming, shown
 from vllm_scope.request.arrays import Array
 
 #: The function between the layers of an Mlp.
@@ -246,11 +246,7 @@ class RollingMean:
     then: Literal["max"] | None = None
 
     def __post_init__(self) -> None:
-        if type(self.window) is not int or not 1 <= self.window <= MAX_WINDOW:
-            raise SpecError(
-                f"RollingMean.window is {shown(self.window)}; it must be a whole number from 1 to "
-                f"{MAX_WINDOW:,}."
-            )
+        checked_count(self.window, MAX_WINDOW, "RollingMean.window")
         if self.then not in (None, "max"):
             raise SpecError(f"RollingMean.then is {shown(self.then)}; it must be None or 'max'.")
 

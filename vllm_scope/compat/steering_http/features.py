@@ -30,7 +30,7 @@ from typing import Any
 from vllm_scope.compat.bounds import MOST, Room, check_fields, few, few_fields, parsed
 from vllm_scope.compat.steering_http.vectors import HOOKS
 from vllm_scope.engine.frontend.translators import called
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError, checked_flag, shown
 from vllm_scope.request.actions import SetFeature
 from vllm_scope.request.actions.base import checked_name
 from vllm_scope.request.actions.features import MAX_FEATURES
@@ -157,13 +157,12 @@ def _put(tier: dict[_Clamp, str], clamp: _Clamp, path: str) -> None:
 def _clamp(entry: object, where: str) -> _Clamp:
     fields = few_fields(entry, 4, "fields", where)
     check_fields(fields, ("feature_idx", "kind", "value"), ("only_if_active",), where)
-    index, kind, active = fields["feature_idx"], fields["kind"], fields.get("only_if_active", False)
+    index, kind = fields["feature_idx"], fields["kind"]
     if type(index) is not int or index < 0:
         raise SpecError(f"{where}.feature_idx is {shown(index)}; it must be a whole number from 0.")
     if not isinstance(kind, str) or kind not in _KINDS:
         raise SpecError(f"{where}.kind is {shown(kind)}; it must be {' or '.join(_KINDS)}.")
-    if not isinstance(active, bool):
-        raise SpecError(f"{where}.only_if_active is {shown(active)}; it must be true or false.")
+    active = checked_flag(fields.get("only_if_active", False), f"{where}.only_if_active")
     return _Clamp(index, number_of(fields["value"], f"{where}.value"), kind == "additive", active)
 
 

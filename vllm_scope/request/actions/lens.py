@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
-from vllm_scope.errors import SpecError, checked_word, shown
+from vllm_scope.errors import SpecError, checked_count, checked_word, shown
 from vllm_scope.request.actions.base import MEMORY, Action, checked_name, held
 from vllm_scope.request.actions.sparse import MAX_TOP_K
 from vllm_scope.request.sites import LENS_SITES, Place
@@ -54,11 +54,7 @@ class LensTopK(Action):
     def __post_init__(self) -> None:
         self._place()
         checked_word(self.site, LENS_SITES, "LensTopK.site")
-        if type(self.top_k) is not int or not 1 <= self.top_k <= MAX_TOP_K:
-            raise SpecError(
-                f"LensTopK.top_k is {shown(self.top_k)}; it must be a whole number from 1 to "
-                f"{MAX_TOP_K:,}."
-            )
+        checked_count(self.top_k, MAX_TOP_K, "LensTopK.top_k")
         if self.lens is not None:
             checked_name(self.lens, "LensTopK.lens")
         checked_name(self.name, "LensTopK.name")

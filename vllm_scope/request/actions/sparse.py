@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError, checked_count, shown
 from vllm_scope.request.actions.base import (
     MEMORY,
     Action,
@@ -172,12 +172,7 @@ class Features(Action):
         """Check and set `top_k` or `indices`."""
         if self.indices is None:
             top_k = DEFAULT_TOP_K if self.top_k is None else self.top_k
-            if type(top_k) is not int or not 1 <= top_k <= MAX_TOP_K:
-                raise SpecError(
-                    f"Features.top_k is {shown(top_k)}; it must be a whole number from 1 to "
-                    f"{MAX_TOP_K:,}."
-                )
-            self._set(top_k=top_k)
+            self._set(top_k=checked_count(top_k, MAX_TOP_K, "Features.top_k"))
             return
         if self.top_k is not None:
             raise SpecError("Features has top_k and indices; give one of them.")
