@@ -11,14 +11,15 @@ ScopeError
                  cannot be read or written
 
 A message says what is wrong. Where possible, the message also names the given value, the allowed
-values, and the next step for the caller.
+values, and the next step for the caller. The functions `checked_...` check single values of all
+parts of the package.
 """
 
 from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from os import PathLike
@@ -47,6 +48,27 @@ _short.maxlist = _short.maxtuple = _short.maxdict = 8
 def shown(value: object) -> str:
     """The repr of a value for an error text: shortened, and on one line."""
     return re.sub(r"\n\s*", " ", _short.repr(value))
+
+
+def checked_word(value: object, allowed: Collection[str], where: str) -> str:
+    """Return the value. Raises SpecError if it is not one of the allowed words."""
+    if not isinstance(value, str) or value not in allowed:
+        raise SpecError(f"{where} is {shown(value)}; it must be one of {', '.join(allowed)}.")
+    return value
+
+
+def checked_flag(value: object, where: str) -> bool:
+    """Return the value. Raises SpecError if it is not a bool."""
+    if not isinstance(value, bool):
+        raise SpecError(f"{where} is {shown(value)}; it must be true or false.")
+    return value
+
+
+def checked_count(value: object, most: int, where: str) -> int:
+    """Return the value. Raises SpecError if it is not a whole number from 1 to `most`."""
+    if type(value) is not int or not 1 <= value <= most:
+        raise SpecError(f"{where} is {shown(value)}; it must be a whole number from 1 to {most:,}.")
+    return value
 
 
 def checked_ending(path: str | PathLike[str], *endings: str) -> str:

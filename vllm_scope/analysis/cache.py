@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vllm_scope.analysis.hook_names import Key, hook_of, pattern_hook, pattern_layer, stream_of_key
 from vllm_scope.analysis.rows import Result, check_complete
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError, checked_word, shown
 from vllm_scope.request.sites import SiteLayer, Sites
 
 #: The components of the residual stream that `decompose_resid` returns.
@@ -228,8 +228,7 @@ class ActivationCache(Mapping[str, Tensor]):
                 unknown, or there are no components.
         """
         sites = {"all": ("attn_out", "mlp_out"), "attn": ("attn_out",), "mlp": ("mlp_out",)}
-        if mode not in sites:
-            raise SpecError(f"mode is {shown(mode)}; it must be one of {', '.join(sites)}.")
+        checked_word(mode, sites, "mode")
         labels: dict[str, tuple[str, int]] = {"embed": ("embed", 0)} if incl_embeds else {}
         for each in range(self._up_to(layer)):
             labels |= {f"{each}_{site}": (site, each) for site in sites[mode]}

@@ -105,9 +105,7 @@ class Coloured:
 
     def end(self) -> None:
         self._print(Text("\n\n"))
-        table = Table(box=None, pad_edge=False)
-        for heading in ("probe", "mean", "highest"):
-            table.add_column(heading)
+        table = Table("probe", "mean", "highest", box=None, pad_edge=False)
         for name, scores in self._scores.items():
             known = [score for score in scores if not math.isnan(score)]
             shown = [f"{np.mean(known):+.2f}", f"{max(known):+.2f}"] if known else ["-", "-"]

@@ -267,9 +267,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _table(report: ModelReport) -> Table:
-    table = Table(title=f"{report.num_layers} layers of {report.hidden_size}, {report.dtype}")
-    for heading in ("site", "layers", "configured", "why not"):
-        table.add_column(heading)
+    title = f"{report.num_layers} layers of {report.hidden_size}, {report.dtype}"
+    table = Table("site", "layers", "configured", "why not", title=title)
     # The exit of a layer is the entry of the next layer. Therefore `embed` and `resid_post`
     # together contain the rows of `resid_pre`.
     free = {"resid_pre"} if {"embed", "resid_post"} <= {*report.configured} else set()

@@ -24,6 +24,7 @@ def main() -> None:
 
 Url = Annotated[str, typer.Option(envvar="VLLM_SCOPE_URL", help="The server's URL.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="VLLM_API_KEY", help="As vLLM's --api-key.")]
+Layers = Annotated[str, typer.Option(help="Layers: all, or numbers such as 2,5 or 0-3.")]
 MaxTokens = Annotated[int, typer.Option(min=1)]
 Temperature = Annotated[float, typer.Option(min=0)]
 _LOCAL = "http://localhost:8000"
@@ -101,9 +102,7 @@ def _paths(option: str, text: str | None) -> dict[str, str]:
 def read(
     prompt: str,
     site: Annotated[str, typer.Option(help="A site, such as q or z.")] = "resid_post",
-    layers: Annotated[
-        str, typer.Option(help="Layers: all, or numbers such as 2,5 or 0-3.")
-    ] = "all",
+    layers: Layers = "all",
     tokens: Annotated[
         str, typer.Option(help="Tokens: all, prompt, generated, last_prompt or last.")
     ] = "all",
@@ -129,9 +128,7 @@ def harvest(
     model: Annotated[str, typer.Option(help="A model's name or folder, as vLLM takes it.")],
     out: Annotated[str, typer.Option(help="A folder, or a URL that fsspec knows.")],
     site: Annotated[list[str] | None, typer.Option(help="May be given several times.")] = None,
-    layers: Annotated[
-        str, typer.Option(help="Layers: all, or numbers such as 2,5 or 0-3.")
-    ] = "all",
+    layers: Layers = "all",
     tokens: Annotated[str, typer.Option(help="Tokens: all, last, or a selector as JSON.")] = "all",
     codec: Annotated[str | None, typer.Option(help="A codec, or its options as JSON.")] = None,
     column: Annotated[str | None, typer.Option(help="Column of texts or ids.")] = None,

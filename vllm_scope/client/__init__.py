@@ -11,7 +11,6 @@ answers.py    the answers: Completion, Choice, Chunk, ScoredToken, ScopeData, Ve
 parsing.py    makes answers from the server's JSON, files and binary answers
 bodies.py     the fields of the JSON
 features.py   the features in answers: SparseFeatures
-named.py      a dict of values by name; its error for a missing name lists all names
 lens.py       the tokens of lenses in answers: TopTokens
 frames.py     binary answers: their JSON and their tensors
 messages.py   one HTTP request and its response, an event of a stream, errors of the server

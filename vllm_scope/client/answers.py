@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_scope.client.features import NamedFeatures, SparseFeatures
+from vllm_scope.client.features import Named, NamedFeatures, SparseFeatures
 from vllm_scope.client.lens import TopTokens
-from vllm_scope.client.named import Named
 from vllm_scope.control.policy import Decided
 from vllm_scope.errors import ScopeError
 from vllm_scope.request.arrays import of_bfloat16

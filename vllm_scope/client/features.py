@@ -1,19 +1,21 @@
 """Features in the server's answers, as numpy.
 
-Owns:  SparseFeatures, and NamedFeatures (all features of a choice).
+Owns:  SparseFeatures, NamedFeatures (all features of a choice), Named (a dict by name).
 To:    answers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_scope.client.named import Named
 from vllm_scope.errors import ScopeError
 from vllm_scope.request.read_features import check_feature
+
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,17 @@ class SparseFeatures:
             self, positions=self.positions[here], indices=self.indices[here],
             values=self.values[here], tokens=self.tokens[np.isin(self.tokens, tokens)],
         )  # fmt: skip
+
+
+class Named(dict[str, V]):
+    """A dict whose error for a missing name lists the names that exist."""
+
+    #: The word that the error's text uses for the values.
+    what: ClassVar[str]
+
+    def __missing__(self, name: str) -> NoReturn:
+        names = ", ".join(map(repr, self)) or "none"
+        raise KeyError(f"{name!r} has no {self.what} here; this choice has those of {names}.")
 
 
 class NamedFeatures(Named[SparseFeatures]):

@@ -151,7 +151,7 @@ def _take_scores(
 
 
 def _scored(one: ScoresBody, values: Sequence[float | None]) -> Scored:
-    numbers = _numbers(values)
+    numbers = np.array(values, np.float32)  # None becomes NaN
     return _positions(one.spans, numbers.shape), numbers
 
 
@@ -251,17 +251,8 @@ def _parse_tensors(
     lens: dict[str, dict[int, TopTokens]] = {}
     for name in (n for n in arrays if f"{n}.positions" in arrays):
         if name.startswith("features."):
-            coo = (_beside(arrays, name, part) for part in ("positions", "indices", "tokens"))
-            at, indices, tokens = (one.astype(np.int64, copy=False) for one in coo)
-            _check_lengths(name, arrays[name].shape, at, indices)
-            _check_lengths(name, tokens.shape, tokens)
-            _check_order(name, at, tokens)
-            values = arrays[name].astype(np.float32, copy=False)
             called = name.removeprefix("features.")
-            of = (read or {}).get(called, NOT_KNOWN)
-            features[called] = SparseFeatures(
-                at, indices, values, tokens, of.num_features, of.asked
-            )
+            features[called] = _coo(arrays, name, (read or {}).get(called, NOT_KNOWN))
             continue
         positions = arrays[f"{name}.positions"].astype(np.int64, copy=False)
         _check_lengths(name, arrays[name].shape, positions)
@@ -287,6 +278,19 @@ def _parse_tensors(
         status="complete", rows=rows, scores=Scores(scores), aggregates=Scores(aggregates),
         features=NamedFeatures(features), lens=lens,
     )  # fmt: skip
+
+
+def _coo(
+    arrays: Mapping[str, NDArray[np.generic]], name: str, read: ReadFeatures
+) -> SparseFeatures:
+    """The features whose values are the tensor `name`."""
+    coo = (_beside(arrays, name, part) for part in ("positions", "indices", "tokens"))
+    at, indices, tokens = (one.astype(np.int64, copy=False) for one in coo)
+    _check_lengths(name, arrays[name].shape, at, indices)
+    _check_lengths(name, tokens.shape, tokens)
+    _check_order(name, at, tokens)
+    values = arrays[name].astype(np.float32, copy=False)
+    return SparseFeatures(at, indices, values, tokens, read.num_features, read.asked)
 
 
 def _beside(arrays: Mapping[str, NDArray[np.generic]], name: str, part: str) -> NDArray[np.generic]:
@@ -342,11 +346,6 @@ def _table(values: Sequence[Sequence[float | None]]) -> NDArray[np.float64]:
             "positions; each position must have the same number of items."
         )
     return np.array(values, np.float64).reshape(len(values), -1 if values else 0)
-
-
-def _numbers(values: Sequence[float | None]) -> NDArray[np.float32]:
-    """The values as an array; None becomes NaN."""
-    return np.array(values, np.float32)
 
 
 def _positions(spans: Sequence[Span], shape: Sequence[int]) -> NDArray[np.int64]:

@@ -11,9 +11,9 @@ characters of a JSON text. Each check compares the length of a list before it re
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from vllm_scope.errors import SpecError
+from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.bounded_json import PACKED, decode
 from vllm_scope.request.selectors import MAX_ITEMS
 from vllm_scope.request.spec import MAX_EDITS, MAX_READS, MAX_SPEC_BYTES
@@ -64,6 +64,17 @@ def few_fields(value: object, most: int, what: str, where: str) -> Mapping[objec
     """The fields of an object, or {} for None. Raises SpecError for more than `most` fields."""
     few(value, most, what, where)
     return mapping(value, where)
+
+
+def check_fields(
+    fields: Mapping[object, object], needed: Sequence[str], optional: Sequence[str], where: str
+) -> None:
+    """Raise SpecError if a needed field is missing, or if there is an unknown field."""
+    if not set(needed) <= set(fields) <= {*needed, *optional}:
+        raise SpecError(
+            f"{where} has {shown(sorted(fields, key=str))}; its fields are "
+            f"{', '.join((*needed, *optional))}."
+        )
 
 
 def parsed(value: object, where: str) -> object:

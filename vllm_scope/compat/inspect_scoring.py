@@ -26,7 +26,7 @@ from inspect_ai.scorer import (
 )
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError, checked_word, shown
 
 Pooling = Literal["last", "mean", "max"]
 #: Maps each pooling to the function that computes one score from a completion's scores.
@@ -88,8 +88,7 @@ def probe_scorer(
     Raises:
         SpecError: `pooling` is not one of these words, or the output has no scores of the probe.
     """
-    if pooling not in POOLS:
-        raise SpecError(f"pooling is {shown(pooling)}; it must be one of {', '.join(POOLS)}.")
+    checked_word(pooling, POOLS, "pooling")
 
     async def score(state: TaskState, target: Target) -> Score:
         scores = (state.output.metadata or {}).get("scores", {})

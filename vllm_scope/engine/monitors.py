@@ -53,7 +53,7 @@ from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import AsyncLLM, Engine, LLMEngine, VllmConfig
 from vllm_scope.engine.webhook import Webhook
 from vllm_scope.engine.worker.sizes import Limits
-from vllm_scope.errors import ConfigError, SpecError, shown
+from vllm_scope.errors import ConfigError, SpecError, checked_word, shown
 from vllm_scope.request.actions import Module, Probe, action_from_json
 from vllm_scope.request.actions.base import checked_name
 from vllm_scope.request.actions.probing import MONITOR
@@ -131,10 +131,7 @@ def parse(name: str, body: object) -> Monitor:
             f"{', '.join(_START_FIELDS)} {AT_START}."
         )
     action, url = fields.pop("action", "flag"), fields.pop("url", None)
-    if action not in ACTIONS:
-        raise SpecError(
-            f"{where}.action is {shown(action)}; it must be one of {', '.join(ACTIONS)}."
-        )
+    checked_word(action, ACTIONS, f"{where}.action")
     if action == "escalate" and url is None:
         raise SpecError(
             f"{where}.action is 'escalate', and there is no 'url' to tell; give the url, or take "

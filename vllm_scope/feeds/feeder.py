@@ -30,7 +30,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from vllm_scope.errors import ScopeError, SpecError, reason_of
+from vllm_scope.errors import ScopeError, reason_of
 from vllm_scope.feeds.memory import POSITIONS, TOKENS, Field, SharedRows
 from vllm_scope.feeds.messages import Begun, Channel, Ended, Failed, Order, Settings
 from vllm_scope.feeds.mix import Mix
@@ -92,8 +92,7 @@ def feed(
                 channel.send(Begun(fields))
             writer.put(values)
     if writer is None and skipped.count:
-        name, why = next(iter(skipped.reasons.items()))
-        raise SpecError(f"no document of {documents.source} can be read; {name}: {why}")
+        raise skipped.error(documents.source)
     channel.send(Ended(0 if writer is None else writer.num_written, skipped.count))
 
 

@@ -6,7 +6,6 @@ Owns:  MappedFile, NpzFile, and the checks that are made before memory is alloca
 from __future__ import annotations
 
 import mmap
-import struct
 import zipfile
 from typing import BinaryIO
 
@@ -21,7 +20,7 @@ from vllm_scope.files.index import MAX_INDEX_BYTES, Index
 from vllm_scope.files.npz import BITS
 from vllm_scope.files.per_request import KEY
 from vllm_scope.files.tensors import read_header
-from vllm_scope.vectors.containers import read_npy_header
+from vllm_scope.vectors.containers import StoredArray, stored_array
 
 
 def read_index(folder: Folder, name: str) -> Index | None:
@@ -101,10 +100,11 @@ class NpzFile:
     def tensor(self, name: str) -> Tensor:
         if name not in self._members:
             raise FileError(f"{self._name} has no array {shown(name)}, which its index names.")
-        start, shape, dtype = self._members[name]
+        one = self._members[name]
         try:
-            array = np.frombuffer(self._map, dtype, int(np.prod(shape, dtype=object)), start)
-            tensor = torch.from_numpy(array.reshape(shape))
+            count = int(np.prod(one.shape, dtype=object))
+            array = np.frombuffer(self._map, one.dtype, count, one.start)
+            tensor = torch.from_numpy(array.reshape(one.shape))
         except (ValueError, TypeError, RuntimeError, OverflowError) as error:
             raise FileError(f"{self._name}: {shown(name)} cannot be read: {error}") from None
         if name not in self._dtypes:
@@ -119,26 +119,22 @@ class NpzFile:
         return tensor.view(real)
 
 
-#: For one array: the offset of its bytes in the file, its shape and its dtype.
-_Member = tuple[int, tuple[int, ...], np.dtype]
-
-
 def _npz_index(file: BinaryIO, size: int, name: str) -> Index | None:
     members = _members(file, size, name)
     if KEY not in members:
         return None
-    start, shape, dtype = members[KEY]
-    if dtype != np.uint8:
-        raise FileError(f"{name}: its index is of dtype {dtype}, not bytes.")
-    return _read_index(file, start, int(np.prod(shape, dtype=object)), name)
+    index = members[KEY]
+    if index.dtype != np.uint8:
+        raise FileError(f"{name}: its index is of dtype {index.dtype}, not bytes.")
+    return _read_index(file, index.start, index.num_bytes, name)
 
 
-def _members(file: BinaryIO, size: int, name: str) -> dict[str, _Member]:
+def _members(file: BinaryIO, size: int, name: str) -> dict[str, StoredArray]:
     """The arrays of an archive, by name. Each size is checked against the file's size.
 
     If another program wrote the archive, the result is empty and no array is checked.
     """
-    found: dict[str, _Member] = {}
+    found: dict[str, StoredArray] = {}
     try:
         with zipfile.ZipFile(file) as archive:
             if f"{KEY}.npy" not in archive.namelist():
@@ -149,30 +145,18 @@ def _members(file: BinaryIO, size: int, name: str) -> dict[str, _Member]:
                         f"{name}: {shown(info.filename)} is compressed or encrypted; this "
                         "package reads only plain archives."
                     )
-                with archive.open(info) as member:
-                    shape, fortran, dtype = read_npy_header(member)
-                    header_bytes = member.tell()
-                num_bytes = dtype.itemsize * int(np.prod(shape, dtype=object))
-                start = _data_start(file, info) + header_bytes
+                one = stored_array(file, archive, info)
                 if (
-                    fortran
-                    or dtype.hasobject
-                    or min(shape, default=0) < 0
-                    or num_bytes != info.file_size - header_bytes
-                    or start + num_bytes > size
+                    one.fortran
+                    or one.dtype.hasobject
+                    or min(one.shape, default=0) < 0
+                    or one.num_bytes != one.dtype.itemsize * int(np.prod(one.shape, dtype=object))
+                    or one.start + one.num_bytes > size
                 ):
                     raise FileError(f"{name}: array {shown(info.filename)} is damaged.")
-                found[info.filename.removesuffix(".npy")] = (start, shape, dtype)
+                found[info.filename.removesuffix(".npy")] = one
     except FileError:
         raise
     except Exception as error:  # zipfile and numpy's parser raise many types of exceptions
         raise FileError(f"{name} cannot be read: {error}") from None
     return found
-
-
-def _data_start(file: BinaryIO, info: zipfile.ZipInfo) -> int:
-    """The offset in the file at which the bytes of an archive member begin. Before these bytes are
-    the member's local header, name and extra field."""
-    file.seek(info.header_offset + 26)
-    of_name, of_extra = struct.unpack("<HH", file.read(4))
-    return info.header_offset + 30 + int(of_name) + int(of_extra)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
@@ -310,12 +311,10 @@ def save(
     readme = {} if card is None else {
         "README.md": lambda file: write_bytes(file, body=card(num_rows).encode())
     }  # fmt: skip
-    publisher = LocalPublisher(folder)
-    try:
-        publisher.publish({data: write} | readme | {
-            name: partial(write_bytes, body=json.dumps(body, indent=2).encode())
-            for name, body in (("dataset_info.json", info), ("state.json", state))
-        })  # fmt: skip
-    finally:
-        publisher.close()
+    texts = {
+        name: partial(write_bytes, body=json.dumps(body, indent=2).encode())
+        for name, body in (("dataset_info.json", info), ("state.json", state))
+    }
+    with closing(LocalPublisher(folder)) as publisher:
+        publisher.publish({data: write} | readme | texts)
     return num_rows

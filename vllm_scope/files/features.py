@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -83,11 +84,8 @@ def export_features(capture: Capture, path: str | Path, name: str) -> int:
                 out.write_table(table)
                 num_rows += len(table)
 
-    publisher = LocalPublisher(path.parent)
-    try:
+    with closing(LocalPublisher(path.parent)) as publisher:
         publisher.publish({path.name: write})
-    finally:
-        publisher.close()
     return num_rows
 
 

@@ -69,7 +69,7 @@ def iter_rows(
             f"part is {part}; it must be (index, number of parts), and the index must be at least "
             "0 and less than the number of parts"
         )
-    shapes = {(s.codec.metadata()["hidden_size"], s.codec.metadata()["dtype"]) for s in stored}
+    shapes = {(one.codec.hidden_size, one.codec.dtype) for one in stored}
     if len(shapes) > 1:
         raise FileError(f"the rows are not of one shape and dtype: {sorted(shapes)}")
     spans = _joined(stored)

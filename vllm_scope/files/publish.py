@@ -87,7 +87,7 @@ class LocalPublisher:
     def __init__(self, root: Path, fsync: bool = False, mode: int = 0o600) -> None:
         self._root = root
         self._fsync = fsync
-        self._mode, self._folder_mode = mode, 0o700 | mode | (mode & 0o444) >> 2
+        self._mode, self._folder_mode = mode, folder_mode(mode)
         self._lock, self._relocking = -1, threading.Lock()
         try:
             self._make_root()
@@ -249,6 +249,12 @@ def _removed(path: str) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+def folder_mode(mode: int) -> int:
+    """The permissions of a folder whose files have these permissions. Who may read the files may
+    also list and enter the folder."""
+    return 0o700 | mode | (mode & 0o444) >> 2
 
 
 def fsync_folder(folder: Path) -> None:

@@ -133,12 +133,12 @@ class _Shard:
                 self.header_bytes += (len(stream.parts) + 3) * entry_bytes(name)
             for part, pieces in stream.parts.items():
                 rows.parts.setdefault(part, []).extend(pieces)
-            rows.num_rows += stream.shape[0]
+            rows.num_rows += stream.num_rows
             rows.requests.append(number)
             rows.firsts.append(self._num_tokens)
             rows.positions.append(stream.positions)
             # 8 bytes for each row: the request's number and the token id.
-            self.nbytes += stream.nbytes + 8 * stream.shape[0]
+            self.nbytes += stream.nbytes + 8 * stream.num_rows
         self.nbytes += request.token_ids.nbytes
         self._token_ids.append(request.token_ids)
         self._num_tokens += len(request.token_ids)

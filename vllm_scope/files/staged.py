@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Protocol
 
 from vllm_scope.errors import FileError
-from vllm_scope.files.publish import fsync_folder
+from vllm_scope.files.publish import folder_mode, fsync_folder
 from vllm_scope.files.remote import RemoteStaged
 
 #: The name of the folder, below a root, that contains the places. Readers ignore hidden folders.
@@ -67,7 +67,7 @@ class LocalStaged:
 
     def __init__(self, root: Path, fsync: bool, mode: int) -> None:
         self._root, self._fsync = root.absolute(), fsync
-        self._folder_mode = 0o700 | mode | (mode & 0o444) >> 2
+        self._folder_mode = folder_mode(mode)
 
     def make(self) -> str:
         place = self._root / FOLDER / secrets.token_hex(8)

@@ -80,9 +80,11 @@ class EncodedStream:
     positions: Ints
     parts: dict[str, list[Tensor]]
     codec: Codec
-    shape: tuple[int, int]
-    dtype: str
     read: ReadFeatures = NOT_KNOWN
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.positions)
 
     @property
     def nbytes(self) -> int:
@@ -118,11 +120,11 @@ class FinishedRequest:
             first_token: index of the request's first token in the file's token ids.
         """
         record, first_of = self.record, firsts or {}
-        status, reason = _status(record, sum(s.shape[0] for s in self.streams.values()))
+        status, reason = _status(record, sum(s.num_rows for s in self.streams.values()))
         streams = {
             name: IndexedStream(
-                stream.shape,
-                stream.dtype,
+                (stream.num_rows, stream.codec.hidden_size),
+                stream.codec.dtype,
                 stream.codec.metadata(),
                 file,
                 first_of.get(name, 0),

@@ -84,8 +84,6 @@ class Writer:
                 positions=found.positions,
                 parts={part: [one[part] for one in encoded] for part in encoded[0]},
                 codec=codec,
-                shape=(len(found.positions), codec.hidden_size),
-                dtype=str(codec.torch_dtype).removeprefix("torch."),
                 read=found.read,
             )
         token_ids = np.array([*record.prompt_ids, *record.output_ids], np.int32)

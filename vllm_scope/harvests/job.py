@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import torch
 
-from vllm_scope.errors import FileError, SpecError
+from vllm_scope.errors import FileError
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.publish import Publisher, write_bytes
 from vllm_scope.files.roots import find_folder, make_publisher
@@ -202,8 +202,7 @@ class _Running:
             progress.finish()
         self._store.flush()
         if self._skipped.count and not self._num_contexts:
-            name, why = next(iter(self._skipped.reasons.items()))
-            raise SpecError(f"no document of {job.documents.source} can be read; {name}: {why}")
+            raise self._skipped.error(job.documents.source)
         self._tell(complete=True)
         return Harvest(job.files.root, self._manifest, self._computed)
 

@@ -55,6 +55,11 @@ class Skipped:
             else:
                 yield context
 
+    def error(self, source: str) -> SpecError:
+        """The error for documents of `source` of which no text and no context was left."""
+        name, why = next(iter(self.reasons.items()))
+        return SpecError(f"no document of {source} can be read; {name}: {why}")
+
     def _add(self, name: str, why: str, num_documents: int) -> None:
         self.count += 1
         self.num_documents += num_documents

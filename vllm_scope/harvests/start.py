@@ -15,7 +15,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any, get_args
 
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError, checked_word, shown
 from vllm_scope.files.options import FileOptions
 from vllm_scope.harvests.contexts import Long
 from vllm_scope.harvests.documents import find_documents
@@ -132,8 +132,7 @@ def check_reads(reads: Sequence[Read], long: str) -> None:
             raise SpecError(
                 "tokens is 'generated'; harvests and streams generate no tokens; name other tokens."
             )
-    if long not in get_args(Long):
-        raise SpecError(f"long is {shown(long)}; it must be one of {', '.join(get_args(Long))}.")
+    checked_word(long, get_args(Long), "long")
 
 
 def _check_engines(model: object, engines: int | None, ray: bool | str) -> None:

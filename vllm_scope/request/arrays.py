@@ -22,7 +22,7 @@ import numpy as np
 import pybase64
 from numpy.typing import NDArray
 
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError, checked_word, shown
 
 #: The largest count of numbers in one array: 4,096 rows of 4,096 numbers.
 MAX_NUMBERS = 1 << 24
@@ -149,9 +149,8 @@ def _check_finite(numbers: NDArray[np.float32], where: str) -> None:
 def _from_json(body: dict[Any, Any], where: str, most_dimensions: int) -> Array:
     if set(body) != {"dtype", "shape", "data"}:
         raise SpecError(f"{where} is {shown(body)}; it must be {{dtype, shape, data}}, or numbers.")
-    dtype, shape, text = body["dtype"], body["shape"], body["data"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise SpecError(f"{where}.dtype is {shown(dtype)}; it must be one of {', '.join(DTYPES)}.")
+    dtype = checked_word(body["dtype"], DTYPES, f"{where}.dtype")
+    shape, text = body["shape"], body["data"]
     sane = isinstance(shape, list) and 1 <= len(shape) <= most_dimensions
     if not sane or any(type(n) is not int or not 1 <= n <= sys.maxsize for n in shape):
         raise SpecError(

@@ -19,12 +19,12 @@ from these sums.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError, checked_count, checked_word, naming, shown
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.selectors import as_numbers
 
@@ -122,10 +122,7 @@ class Mlp:
                 f"{where}[{len(found) - 1}] makes {found[-1][0].shape[0]} numbers; the last layer "
                 "must make one, the score."
             )
-        if self.hidden not in HIDDEN:
-            raise SpecError(
-                f"Mlp.hidden is {shown(self.hidden)}; it must be one of {_words(HIDDEN)}."
-            )
+        checked_word(self.hidden, HIDDEN, "Mlp.hidden")
         object.__setattr__(self, "layers", tuple(found))
 
     @property
@@ -196,14 +193,12 @@ def shaped_weight(value: object, where: str) -> Mlp | AttentionPool | None:
         return value
     if not isinstance(value, Mapping) or not {"mlp", "attention"} & set(value):
         return None
-    try:
+    with naming(where):
         if set(value) <= {"mlp", "hidden"}:
             return Mlp(value["mlp"], value.get("hidden", "relu"))
         pool = value.get("attention") if set(value) == {"attention"} else None
         if isinstance(pool, Mapping) and set(pool) == {"query", "value"}:
             return AttentionPool(pool["query"], pool["value"])
-    except SpecError as error:
-        raise SpecError(f"{where}: {error}") from None
     raise SpecError(
         f"{where} is {shown(value)}; it must be {{mlp: [[weight, bias], ...], hidden}} or "
         "{attention: {query, value}}."
@@ -253,12 +248,7 @@ class RollingMean:
     then: Literal["max"] | None = None
 
     def __post_init__(self) -> None:
-        window = as_numbers(self.window)
-        if type(window) is not int or not 1 <= window <= MAX_WINDOW:
-            raise SpecError(
-                f"RollingMean.window is {shown(self.window)}; it must be a whole number from 1 to "
-                f"{MAX_WINDOW:,}."
-            )
+        window = checked_count(as_numbers(self.window), MAX_WINDOW, "RollingMean.window")
         object.__setattr__(self, "window", window)
         if self.then not in (None, "max"):
             raise SpecError(f"RollingMean.then is {shown(self.then)}; it must be None or 'max'.")
@@ -282,18 +272,12 @@ def parse_aggregate(value: object, where: str) -> Aggregate | None:
             case None | Ema() | RollingMean() | "max" | "mean":
                 return value
     if isinstance(value, Mapping):
-        try:
+        with naming(where):
             if set(value) == {"ema"}:
                 return Ema(value["ema"])
             if "rolling_mean" in value and set(value) <= {"rolling_mean", "then"}:
                 return RollingMean(value["rolling_mean"], value.get("then"))
-        except SpecError as error:
-            raise SpecError(f"{where}: {error}") from None
     raise SpecError(
         f"{where} is {shown(value)}; it must be 'max', 'mean', Ema(decay) or RollingMean(window), "
         "in JSON {ema: decay} or {rolling_mean: window, then: 'max'}."
     )
-
-
-def _words(words: Sequence[str]) -> str:
-    return ", ".join(words)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError, checked_word, shown
 from vllm_scope.request.actions import (
     EDITS,
     Action,
@@ -416,10 +416,9 @@ def _parse_list(cls: type[Any], body: dict[str, object], name: str) -> list[Any]
             found.append(action_from_json(cls, item, where))
             continue
         kind = item.get("kind") if isinstance(item, dict) else None
-        if not isinstance(kind, str) or kind not in EDITS:
-            raise SpecError(f"{where}.kind is {shown(kind)}; it must be one of {', '.join(EDITS)}.")
+        edit = EDITS[checked_word(kind, EDITS, f"{where}.kind")]
         fields = {key: value for key, value in item.items() if key != "kind"}
-        found.append(action_from_json(EDITS[kind], fields, where))
+        found.append(action_from_json(edit, fields, where))
     return found
 
 

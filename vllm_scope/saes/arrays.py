@@ -10,7 +10,6 @@ are used are read from disk. A tensor larger than its file is refused. Code in a
 from __future__ import annotations
 
 import mmap
-import struct
 import zipfile
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import Place
-from vllm_scope.vectors.containers import check_new, read_bytes, read_npy_header
+from vllm_scope.vectors.containers import check_new, read_bytes, stored_array
 
 Tensors = dict[str, Tensor]
 Config = TypeVar("Config")
@@ -78,18 +77,15 @@ def map_npz(path: Path) -> Tensors:
             for info in archive.infolist():
                 if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
                     raise ValueError(f"{shown(info.filename)} is compressed; use numpy.savez")
-                with archive.open(info) as member:
-                    shape, fortran, dtype = read_npy_header(member)
-                    header_bytes = member.tell()
+                shape, fortran, dtype, start, num_bytes = stored_array(file, archive, info)
                 if dtype.kind != "f" or fortran:
                     raise ValueError(f"{shown(info.filename)} does not have floats in C order")
-                count, num_bytes = int(np.prod(shape, dtype=object)), info.file_size - header_bytes
+                count = int(np.prod(shape, dtype=object))
                 if min(shape, default=0) < 0 or count * dtype.itemsize != num_bytes:
                     raise ValueError(
                         f"{shown(info.filename)} has {num_bytes:,} bytes; its shape "
                         f"{shown(list(shape))} needs another number of bytes"
                     )
-                start = _data_start(view, info) + header_bytes
                 array = np.frombuffer(view, dtype, count, start)
                 name = info.filename.removesuffix(".npy")
                 check_new(name, tensors)
@@ -99,12 +95,6 @@ def map_npz(path: Path) -> Tensors:
     except Exception as error:  # zipfile and numpy's parser raise many types of errors
         raise SpecError(f"{path} is not an .npz that can be read: {error}.") from None
     return tensors
-
-
-def _data_start(view: mmap.mmap, info: zipfile.ZipInfo) -> int:
-    """The offset of a zip member's data, which follow the member's header, name and extra field."""
-    of_name, of_extra = struct.unpack_from("<HH", view, info.header_offset + 26)
-    return info.header_offset + 30 + int(of_name) + int(of_extra)
 
 
 def only(

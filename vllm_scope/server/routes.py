@@ -118,8 +118,8 @@ async def _invalid(theirs: _Handler, request: Request, error: Any) -> Response:
         where = each.get("loc", ())
         if ("vllm_xargs", "scope") in pairwise(where) and not isinstance(each["input"], str):
             return refusal(
-                400, f"vllm_xargs['scope'] is {shown(each['input'])}; it must be a string, the "
-                    "spec as "
+                400,
+                f"vllm_xargs['scope'] is {shown(each['input'])}; it must be a string, the spec as "
                 "JSON text: json.dumps(spec) in Python, JSON.stringify(spec) in JavaScript.",
-            )  # fmt: skip
+            )
     return await theirs(request, error)

@@ -29,6 +29,7 @@ from vllm_scope.server.access import (
     error_body,
     errors,
     state_of,
+    takes,
 )
 from vllm_scope.server.edits import decoded
 from vllm_scope.server.exchange import running
@@ -53,12 +54,7 @@ router = APIRouter(prefix="/v1/scope", tags=["scope"], route_class=Route)
         },
         **errors(413, 429),
     },
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": schemas.Sweep.model_json_schema()}},
-        }
-    },
+    openapi_extra=takes("application/json", schemas.Sweep.model_json_schema()),
 )
 async def post_sweeps(request: Request) -> Response:
     """Activation patching, ablation or steering at each chosen layer, position and head. Each cell

@@ -12,7 +12,7 @@ from functools import cached_property
 from numbers import Integral
 from typing import Any, Final, Literal
 
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError, checked_word, shown
 from vllm_scope.request.actions.base import Module, number, vector_or_module
 from vllm_scope.request.selectors import as_numbers
 from vllm_scope.request.sites import (
@@ -83,10 +83,7 @@ class Sweep:
     receivers: Any = None
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise SpecError(
-                f"Sweep.mode is {shown(self.mode)}; it must be one of {', '.join(MODES)}."
-            )
+        checked_word(self.mode, MODES, "Sweep.mode")
         if not isinstance(self.metric, Metric):
             raise SpecError(
                 f"Sweep.metric is {shown(self.metric)}; it must be a LogitDifference, a Logprob, "

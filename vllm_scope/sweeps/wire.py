@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.errors import ScopeError, SpecError, checked_flag, shown
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.selectors import as_numbers
 from vllm_scope.request.sites import parse_layers
@@ -58,8 +58,7 @@ class AskedSweep:
         given = _object(body, "the body", known, ("prompts", "source", "metric"))
         stream = given.get("stream", False)
         for name in ("stream", "together"):
-            if not isinstance(given.get(name, False), bool):
-                raise SpecError(f"{name} is {shown(given[name])}; it must be true or false.")
+            checked_flag(given.get(name, False), name)
         plain = {name: given[name] for name in _PLAIN if name in given}
         sweep = Sweep(_source(given["source"]), metric=_metric(given["metric"]), **plain)
         return AskedSweep(_prompts(given["prompts"], "prompts"), sweep, stream)

@@ -10,13 +10,14 @@ with the file's real size. No pickle is read. If one array is wrong, the SpecErr
 from __future__ import annotations
 
 import json
+import struct
 import zipfile
 from collections.abc import Container, Mapping
 from io import BytesIO
 from pathlib import Path
 from tokenize import TokenError
 from types import ModuleType
-from typing import IO
+from typing import IO, NamedTuple
 
 import numpy as np
 from numpy.lib import format as npy
@@ -137,6 +138,35 @@ def read_npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]
         else npy.read_array_header_2_0(stream)
     )
     return shape, fortran, dtype
+
+
+class StoredArray(NamedTuple):
+    """An array in a plain .npz file.
+
+    Attributes:
+        fortran: True for Fortran order.
+        start: the offset in the file at which the array's bytes begin.
+        num_bytes: how many bytes the file has for the array. The shape can claim another number.
+    """
+
+    shape: tuple[int, ...]
+    fortran: bool
+    dtype: np.dtype
+    start: int
+    num_bytes: int
+
+
+def stored_array(file: IO[bytes], archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredArray:
+    """The place of an archive member that is neither compressed nor encrypted. `file` is the file
+    that `archive` reads. Raises the errors of `read_npy_header`."""
+    with archive.open(info) as member:
+        header = read_npy_header(member)
+        header_bytes = member.tell()
+    # Before a member's bytes are its local header, of 30 bytes, its name and its extra field.
+    file.seek(info.header_offset + 26)
+    of_name, of_extra = struct.unpack("<HH", file.read(4))
+    start = info.header_offset + 30 + int(of_name) + int(of_extra) + header_bytes
+    return StoredArray(*header, start, info.file_size - header_bytes)
 
 
 def _read_npy(data: bytes, name: str) -> np.ndarray:

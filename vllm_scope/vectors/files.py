@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError, naming, shown
 from vllm_scope.request.sites import SiteLayer
 from vllm_scope.vectors.containers import (
     Arrays,
@@ -67,10 +67,8 @@ def load_vectors(path: str | Path) -> SteeringModule:
     }
     if path.suffix not in readers:
         raise SpecError(f"{path} ends in {path.suffix!r}; only {', '.join(readers)} are read.")
-    try:
+    with naming(str(path)):
         return readers[path.suffix](path)
-    except SpecError as error:
-        raise SpecError(f"{path}: {error}") from None
 
 
 def save_vectors(path: str | Path, module: SteeringModule) -> None:

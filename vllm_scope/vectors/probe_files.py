@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError, naming, shown
 from vllm_scope.request.selectors import WORDS, Tokens, parse_selector
 from vllm_scope.vectors.containers import check_size, read_bytes, read_safetensors
 from vllm_scope.vectors.module import as_stream, as_vector
@@ -154,10 +154,8 @@ def read_weights(path: Path) -> tuple[NDArray[np.float32], float]:
         )
     bias = float(arrays["bias"].reshape(()))
     if "mean" in arrays:
-        try:
+        with naming(str(path)):
             folded, bias = fold_tensors(weight, bias, arrays)
-        except SpecError as error:
-            raise SpecError(f"{path}: {error}") from None
         weight = folded.astype(np.float32)
     return weight, bias
 

@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError, checked_word, naming, shown
 from vllm_scope.request.actions.base import number
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.nets import AttentionPool, Hidden
@@ -68,8 +68,7 @@ def from_state_dict(
         SpecError: a tensor is missing or has a wrong shape, or the state has a tensor that `kind`
             does not use.
     """
-    if kind not in KINDS:
-        raise SpecError(f"kind is {shown(kind)}; it must be one of {', '.join(KINDS)}.")
+    checked_word(kind, KINDS, "kind")
     if not isinstance(state, Mapping):
         raise SpecError(f"state is {shown(state)}; it must be a module's state_dict().")
     found = list(_names_of(state, kind) if names is None else names)
@@ -114,10 +113,8 @@ def from_safetensors(
     """
     path = probe_path(path)
     tensors, _ = read_safetensors(read_bytes(path))
-    try:
+    with naming(str(path)):
         return from_state_dict(tensors, kind, hidden=hidden, names=names)
-    except SpecError as error:
-        raise SpecError(f"{path}: {error}") from None
 
 
 def _names_of(state: Mapping[str, object], kind: str) -> Sequence[str]:

@@ -158,7 +158,12 @@ def sink_of(consumer: object) -> tuple[str, str, dict[str, object]]:
         )
     if name != FILESYSTEM:
         return "sinks", name, params
-    where = f"{where}.{name}"
+    kind, sink = _files(params, f"{where}.{name}")
+    return kind, name, sink
+
+
+def _files(params: Mapping[str, object], where: str) -> tuple[str, dict[str, object]]:
+    """The config key and the options of a sink of files, from the params of `filesystem`."""
     allowed = [*_FILES, "default_layout", *_ALWAYS, *sorted(_IDLE), *sorted(_GLOBAL)]
     if unknown := sorted(set(params) - set(allowed), key=str):
         raise ConfigError(f"{where} has {shown(unknown[0])}; its params are {', '.join(allowed)}.")
@@ -176,7 +181,7 @@ def sink_of(consumer: object) -> tuple[str, str, dict[str, object]]:
         )
     sink["layout"] = _LAYOUTS[layout]
     if params.get("global_hooks") is None:
-        return "sinks", name, sink
+        return "sinks", sink
     tokens = positions_of(params.get("global_positions", "last_prompt"), where)
     hooks = mapping(params["global_hooks"], f"{where}.global_hooks")
     if params.get("default_tag", "default") != "default":
@@ -188,4 +193,4 @@ def sink_of(consumer: object) -> tuple[str, str, dict[str, object]]:
         {"site": site_of(hook, where), "layers": layers_of(layers, where), "tokens": tokens}
         for hook, layers in hooks.items()
     ]
-    return "global_sinks", name, sink
+    return "global_sinks", sink

@@ -27,10 +27,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_scope.compat.bounds import MOST, Room, few, few_fields, parsed
+from vllm_scope.compat.bounds import MOST, Room, check_fields, few, few_fields, parsed
 from vllm_scope.compat.steering_http.vectors import HOOKS
 from vllm_scope.engine.frontend.translators import called
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError, checked_flag, shown
 from vllm_scope.request.actions import SetFeature
 from vllm_scope.request.actions.base import checked_name
 from vllm_scope.request.actions.features import MAX_FEATURES
@@ -43,7 +43,6 @@ _PHASES = {
     "both": ("prompt", "generated"), "prefill": ("prompt",), "decode": ("generated",),
 }  # fmt: skip
 _KINDS = ("absolute", "additive")
-_NEEDED = {"feature_idx", "kind", "value"}
 _GATED = (
     "in the fork, a server's monitor scales the gated clamps of all requests, and no monitor of "
     "vllm-scope does this; leave gated out, or give vllm_scope.SetFeature a gate"
@@ -120,11 +119,7 @@ def check_places(asked: Iterable[Asked], saes: Mapping[str, Any]) -> None:
 def _group(spec: object, where: str, groups: _Grouped, sites: Sites, room: Room) -> None:
     """Add the clamps of one object of `sae_clamp_specs` to `groups`."""
     fields = few_fields(spec, 4, "fields", where)
-    if not {"module_name", "clamps"} <= set(fields) <= {"module_name", "clamps", "phase", "gated"}:
-        raise SpecError(
-            f"{where} has {shown(sorted(fields, key=str))}; its fields are module_name, clamps, "
-            "phase, gated."
-        )
+    check_fields(fields, ("module_name", "clamps"), ("phase", "gated"), where)
     name = checked_name(fields["module_name"], f"{where}.module_name")
     phase = fields.get("phase", "both")
     if not isinstance(phase, str) or phase not in _PHASES:
@@ -161,18 +156,13 @@ def _put(tier: dict[_Clamp, str], clamp: _Clamp, path: str) -> None:
 
 def _clamp(entry: object, where: str) -> _Clamp:
     fields = few_fields(entry, 4, "fields", where)
-    if not _NEEDED <= set(fields) <= {*_NEEDED, "only_if_active"}:
-        raise SpecError(
-            f"{where} has {shown(sorted(fields, key=str))}; its fields are feature_idx, kind, "
-            "value, only_if_active."
-        )
-    index, kind, active = fields["feature_idx"], fields["kind"], fields.get("only_if_active", False)
+    check_fields(fields, ("feature_idx", "kind", "value"), ("only_if_active",), where)
+    index, kind = fields["feature_idx"], fields["kind"]
     if type(index) is not int or index < 0:
         raise SpecError(f"{where}.feature_idx is {shown(index)}; it must be a whole number from 0.")
     if not isinstance(kind, str) or kind not in _KINDS:
         raise SpecError(f"{where}.kind is {shown(kind)}; it must be {' or '.join(_KINDS)}.")
-    if not isinstance(active, bool):
-        raise SpecError(f"{where}.only_if_active is {shown(active)}; it must be true or false.")
+    active = checked_flag(fields.get("only_if_active", False), f"{where}.only_if_active")
     return _Clamp(index, number_of(fields["value"], f"{where}.value"), kind == "additive", active)
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from vllm_scope.compat.bounds import MOST, Room, few, few_fields, parsed
+from vllm_scope.compat.bounds import MOST, Room, check_fields, few, few_fields, parsed
 from vllm_scope.compat.steering_http.vectors import stacked, vectors_of
 from vllm_scope.engine.frontend.translators import called
 from vllm_scope.errors import SpecError, shown
@@ -78,10 +78,7 @@ def gated(body: object, sites: Sites, room: Room) -> Iterator[tuple[Add, dict[st
     for i, one in enumerate(gates):
         where = f"{KEY}[{i}]"
         fields = few_fields(one, 3, "fields", where)
-        if set(fields) != {"when", "scope", "apply"}:
-            raise SpecError(
-                f"{where} has {shown(sorted(fields, key=str))}; its fields are when, scope, apply."
-            )
+        check_fields(fields, ("when", "scope", "apply"), (), where)
         when = _of_kind(fields["when"], f"{where}.when", _WHENS)
         apply = _of_kind(fields["apply"], f"{where}.apply", _APPLIES)
         _check_scope(fields["scope"], when["kind"], f"{where}.scope")
@@ -99,12 +96,8 @@ def _of_kind(value: object, where: str, kinds: _Kinds) -> Mapping[object, object
         raise SpecError(f"{where}.kind is {shown(kind)}; it must be {' or '.join(allowed)}.")
     if isinstance(found, str):
         raise SpecError(f"{where}.kind is {shown(kind)}: {found}.")
-    needed, others = {"kind", *found[0]}, found[1]
-    if not needed <= set(fields) <= {*needed, *others}:
-        raise SpecError(
-            f"{where} has {shown(sorted(fields, key=str))}; its fields are "
-            f"{', '.join(('kind', *found[0], *others))}."
-        )
+    needed, others = found
+    check_fields(fields, ("kind", *needed), others, where)
     return fields
 
 

@@ -128,9 +128,9 @@ def _hooks(asked: object) -> list[Hook]:
     if not isinstance(asked, list | tuple) or not all(isinstance(hook, Hook) for hook in asked):
         raise SpecError(
             f"apply_hooks is {shown(asked)}; it must be a list of Hook. Their functions are "
-            "arbitrary "
-            "code of this process, and a server runs none. With a server, use Read, Probe, Add, "
-            "Ablate, Clamp and Replace of vllm_scope; docs/faces.md has one for each use."
+            "arbitrary code of this process, and a server runs none. With a server, use Read, "
+            "Probe, Add, Ablate, Clamp and Replace of vllm_scope; docs/faces.md has one for each "
+            "use."
         )
     return list(asked)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from vllm_scope.request.arrays import Array
 from vllm_scope.request.selectors import Word, check_size, parse_selector
 from vllm_scope.request.sites import EMBEDDING, MODEL_SITES, canonical_site, parse_layers
 
+T = TypeVar("T")
 Layers = Sequence[int] | str | int | None
 
 MAX_NAME = 200
@@ -81,21 +82,51 @@ def vector_or_module(value: object, where: str) -> Array | Module:
     return Array.parse(value, where)
 
 
-def are_features(indices: tuple[object, ...]) -> bool:
-    """True if these are distinct numbers of features."""
-    known = all(type(i) is int and 0 <= i < MOST_FEATURES for i in indices)
-    return known and len(set(indices)) == len(indices)
+def feature_numbers(value: Any, where: str, most: int, limit: str) -> tuple[int, ...]:
+    """The numbers of 1 to `most` features, from one number or from several. Raises SpecError if
+    `value` is anything else; the last words of the error about their count are `limit`."""
+    given = value.tolist() if hasattr(value, "tolist") else value
+    found = tuple(given) if isinstance(given, list | tuple) else (given,)
+    if not 1 <= len(found) <= most:
+        raise SpecError(f"{where} has {len(found)} features; {limit}")
+    known = all(type(i) is int and 0 <= i < MOST_FEATURES for i in found)
+    if not known or len(set(found)) < len(found):
+        raise SpecError(
+            f"{where} is {shown(given)}; it must name each feature one time, by its number, which "
+            f"must be below {MOST_FEATURES:,}."
+        )
+    return found
 
 
-def held_sae(name: str, saes: Mapping[str, Any], where: str) -> Any:
-    """The engine's SAE with this name. Raises SpecError if the engine has no SAE with this name."""
-    if name not in saes:
-        known = ", ".join(sorted(saes)[:8]) or "none"
+def sae_rows(cls: type[T], value: object, where: str, allowed: str) -> T:
+    """Parse a JSON object with all fields of a class of rows of an SAE. An object of this class is
+    returned without changes. The error for other values has `allowed` and the names of the fields.
+    """
+    if isinstance(value, cls):
+        return value
+    names = [one.name for one in fields(cls)]  # type: ignore[arg-type]
+    if not isinstance(value, Mapping) or set(value) != set(names):
+        raise SpecError(f"{where} is {shown(value)}; it must be {allowed} {', '.join(names)}.")
+    try:
+        return cls(**value)
+    except SpecError as error:
+        raise SpecError(str(error).replace("sae.", f"{where}.", 1)) from None
+
+
+def held(name: str, there: Mapping[str, T], where: str, what: str, option: str) -> T:
+    """The engine's SAE or lens with this name. Raises SpecError if the engine has none.
+
+    Args:
+        there: all SAEs or all lenses of the engine, which the operator names in `option`.
+        what: "SAE" or "lens", for the error.
+    """
+    if name not in there:
+        known = ", ".join(sorted(there)[:8]) or "none"
         raise SpecError(
             f"{where} is {shown(name)}, which this engine does not hold; it holds: {known}. Name "
-            "the SAE in additional_config={'scope': {'saes': ...}}."
+            f"the {what} in additional_config={{'scope': {{'{option}': ...}}}}."
         )
-    return saes[name]
+    return there[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +181,11 @@ class Action:
         if isinstance(layers, str | tuple) and layers in (layer, (layer,)):
             return layers
         raise SpecError(f"{type(self).__name__} has layer and layers; give one of them.")
+
+    def _sort_layers(self) -> None:
+        if self.layer_numbers is not None and len(self.layer_numbers) > 1:
+            layers = tuple(sorted(self.layer_numbers))
+            self._set(layer=layers, layers=layers)
 
     @property
     def layer_numbers(self) -> tuple[int, ...] | None:

@@ -8,12 +8,8 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal
 
-from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions.base import (
-    MEMORY,
-    Action,
-    checked_name,
-)
+from vllm_scope.errors import SpecError, checked_word, shown
+from vllm_scope.request.actions.base import MEMORY, Action, checked_name
 from vllm_scope.request.heads import CodecChoice
 
 WHEN = ("after", "before")
@@ -66,14 +62,9 @@ class Read(Action):
 
     def __post_init__(self) -> None:
         self._place()
-        if self.layer_numbers is not None and len(self.layer_numbers) > 1:
-            layers = tuple(sorted(self.layer_numbers))
-            self._set(layer=layers, layers=layers)
+        self._sort_layers()
         self._set(codec=CodecChoice.parse(self.codec, "Read.codec"))
-        if self.when not in WHEN:
-            raise SpecError(
-                f"Read.when is {shown(self.when)}; it must be one of {', '.join(WHEN)}."
-            )
+        checked_word(self.when, WHEN, "Read.when")
         checked_name(self.to, "Read.to")
         for word in ("tag", "name"):
             value = getattr(self, word)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError, checked_flag, shown
 from vllm_scope.request.actions.base import (
     Action,
     Module,
@@ -169,10 +169,7 @@ class Add(Edit):
             self._set(max_relative_norm=most)
         if self.name is not None:
             checked_name(self.name, "Add.name")
-        if not isinstance(self.norm_match, bool):
-            raise SpecError(
-                f"Add.norm_match is {shown(self.norm_match)}; it must be true or false."
-            )
+        checked_flag(self.norm_match, "Add.norm_match")
         self._place_vector(vector_or_module(self.vector, "Add.vector"))
 
     @property

@@ -22,13 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions.base import (
-    MOST_FEATURES,
-    are_features,
-    checked_name,
-    held_sae,
-    number,
-)
+from vllm_scope.request.actions.base import checked_name, feature_numbers, held, number, sae_rows
 from vllm_scope.request.actions.edits import COMMON, Edit
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import MODEL_SITES, canonical_site
@@ -106,18 +100,8 @@ class FeatureRows:
     @staticmethod
     def parse(value: object, where: str) -> FeatureRows:
         """Parse a JSON object with the four fields. A FeatureRows is returned without changes."""
-        if isinstance(value, FeatureRows):
-            return value
-        names = ("encoder", "decoder", "bias", "threshold")
-        if not isinstance(value, Mapping) or set(value) != set(names):
-            raise SpecError(
-                f"{where} is {shown(value)}; it must be an SAE that vllm_scope.saes loaded; in "
-                f"JSON, an object with {', '.join(names)}."
-            )
-        try:
-            return FeatureRows(*(value[name] for name in names))
-        except SpecError as error:
-            raise SpecError(str(error).replace("sae.", f"{where}.", 1)) from None
+        allowed = "an SAE that vllm_scope.saes loaded; in JSON, an object with"
+        return sae_rows(FeatureRows, value, where, allowed)
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -127,38 +111,28 @@ class FeatureRows:
 
 
 def _indices(index: object, where: str) -> tuple[int, ...]:
-    given = index.tolist() if hasattr(index, "tolist") else index
-    indices = tuple(given) if isinstance(given, list | tuple) else (given,)
-    if not 1 <= len(indices) <= MAX_FEATURES:
-        raise SpecError(
-            f"{where} has {len(indices)} features; an edit has 1 to {MAX_FEATURES}. Send several "
-            "edits."
-        )
-    if not are_features(indices):
-        raise SpecError(
-            f"{where} is {shown(index)}; it must name each feature one time, by its number, which "
-            f"must be below {MOST_FEATURES:,}."
-        )
-    return indices
+    limit = f"an edit has 1 to {MAX_FEATURES}. Send several edits."
+    return feature_numbers(index, where, MAX_FEATURES, limit)
+
+
+def _each(value: object, count: int) -> list[object]:
+    """The items of a list or an array. Any other value is the value of all `count` features."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return list(value) if isinstance(value, list | tuple) else [value] * count
 
 
 def _numbers(value: object, count: int, where: str) -> tuple[float, ...]:
-    """Make a tuple from `value`, with one number for each feature. A single number is used for all
-    features."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    given = list(value) if isinstance(value, list | tuple) else [value] * count
+    """One number for each feature."""
+    given = _each(value, count)
     if len(given) != count:
         raise SpecError(f"{where} has {len(given)} numbers for {count} features.")
     return tuple(number(one, where) for one in given)
 
 
 def _flags(value: object, count: int, where: str) -> tuple[bool, ...]:
-    """Make a tuple from `value`, with one bool for each feature. A single bool is used for all
-    features."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    given = list(value) if isinstance(value, list | tuple) else [value] * count
+    """One bool for each feature."""
+    given = _each(value, count)
     flags = tuple(one for one in given if isinstance(one, bool))
     if not len(given) == len(flags) == count:
         raise SpecError(
@@ -236,7 +210,8 @@ class _FeatureEdit(Edit):
     def of_engine(self, saes: Mapping[str, Any]) -> Edit:
         if not isinstance(self.sae, str):
             return self
-        return replace(self, sae=held_sae(self.sae, saes, f"{type(self).__name__}.sae"))
+        sae = held(self.sae, saes, f"{type(self).__name__}.sae", "SAE", "saes")
+        return replace(self, sae=sae)
 
     @property
     def changes(self) -> tuple[tuple[float, float, bool], ...]:

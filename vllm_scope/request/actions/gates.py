@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError, checked_flag, shown
 from vllm_scope.request.actions.base import MEMORY, checked_name, number
 from vllm_scope.request.actions.probing import Probe
 from vllm_scope.request.actions.states import Pid, check_state, parse_state, state_to_json
@@ -130,8 +130,7 @@ class Gate:
             )
         if self.bias and self.kind in _COSINES:
             raise SpecError(f"Gate.bias is {self.bias:g}; a cosine takes none.")
-        if not isinstance(self.above, bool):
-            raise SpecError(f"Gate.above is {shown(self.above)}; it must be true or false.")
+        checked_flag(self.above, "Gate.above")
         self._set(state=parse_state(self.state, "Gate.state"))
         if self.state is not None:
             assert self.threshold is not None

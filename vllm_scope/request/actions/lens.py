@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
-from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions.base import MEMORY, Action, checked_name
+from vllm_scope.errors import SpecError, checked_count, checked_word, shown
+from vllm_scope.request.actions.base import MEMORY, Action, checked_name, held
 from vllm_scope.request.actions.sparse import MAX_TOP_K
 from vllm_scope.request.sites import LENS_SITES, Place
 
@@ -53,22 +53,13 @@ class LensTopK(Action):
 
     def __post_init__(self) -> None:
         self._place()
-        if self.site not in LENS_SITES:
-            raise SpecError(
-                f"LensTopK.site is {shown(self.site)}; it must be one of {', '.join(LENS_SITES)}."
-            )
-        if type(self.top_k) is not int or not 1 <= self.top_k <= MAX_TOP_K:
-            raise SpecError(
-                f"LensTopK.top_k is {shown(self.top_k)}; it must be a whole number from 1 to "
-                f"{MAX_TOP_K:,}."
-            )
+        checked_word(self.site, LENS_SITES, "LensTopK.site")
+        checked_count(self.top_k, MAX_TOP_K, "LensTopK.top_k")
         if self.lens is not None:
             checked_name(self.lens, "LensTopK.lens")
         checked_name(self.name, "LensTopK.name")
         checked_name(self.to, "LensTopK.to")
-        if self.layer_numbers is not None:
-            layers = tuple(sorted(self.layer_numbers))
-            self._set(layer=layers[0] if len(layers) == 1 else layers, layers=layers)
+        self._sort_layers()
 
     def of_engine(self, lenses: Mapping[str, Collection[Place]]) -> LensTopK:
         """This action, with all layers for which the named lens has a map. If the action names no
@@ -82,13 +73,8 @@ class LensTopK(Action):
         """
         if self.lens is None:
             return self
-        if self.lens not in lenses:
-            known = ", ".join(sorted(lenses)[:8]) or "none"
-            raise SpecError(
-                f"LensTopK.lens is {shown(self.lens)}, which this engine does not hold; it holds: "
-                f"{known}. Name the lens in additional_config={{'scope': {{'lenses': ...}}}}."
-            )
-        mapped = sorted(layer for site, layer in lenses[self.lens] if site == self.site)
+        places = held(self.lens, lenses, "LensTopK.lens", "lens", "lenses")
+        mapped = sorted(layer for site, layer in places if site == self.site)
         wrong = [layer for layer in self.layer_numbers or () if layer not in mapped]
         if wrong or not mapped:
             there = f"layers {', '.join(map(str, mapped))}" if mapped else "no layer"

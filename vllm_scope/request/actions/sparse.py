@@ -12,15 +12,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError, checked_count, shown
 from vllm_scope.request.actions.base import (
     MEMORY,
-    MOST_FEATURES,
     Action,
-    are_features,
     checked_name,
-    held_sae,
+    feature_numbers,
+    held,
     number,
+    sae_rows,
 )
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import MODEL_SITES, canonical_site
@@ -110,19 +110,8 @@ class EncoderRows:
     @staticmethod
     def parse(value: object, where: str) -> EncoderRows:
         """Parse a JSON object with the three fields. An EncoderRows is returned without changes."""
-        if isinstance(value, EncoderRows):
-            return value
-        names = ("encoder", "bias", "threshold")
-        if not isinstance(value, Mapping) or set(value) != set(names):
-            raise SpecError(
-                f"{where} is {shown(value)}; it must be the name of an SAE that the engine holds, "
-                "an SAE that vllm_scope.saes loaded, or in JSON an object with "
-                f"{', '.join(names)}."
-            )
-        try:
-            return EncoderRows(*(value[name] for name in names))
-        except SpecError as error:
-            raise SpecError(str(error).replace("sae.", f"{where}.", 1)) from None
+        allowed = "the name of an SAE that the engine holds, an SAE that vllm_scope.saes loaded, "
+        return sae_rows(EncoderRows, value, where, f"{allowed}or in JSON an object with")
 
     def to_json(self) -> dict[str, object]:
         return {name: getattr(self, name).to_json() for name in ("encoder", "bias", "threshold")}
@@ -183,28 +172,12 @@ class Features(Action):
         """Check and set `top_k` or `indices`."""
         if self.indices is None:
             top_k = DEFAULT_TOP_K if self.top_k is None else self.top_k
-            if type(top_k) is not int or not 1 <= top_k <= MAX_TOP_K:
-                raise SpecError(
-                    f"Features.top_k is {shown(top_k)}; it must be a whole number from 1 to "
-                    f"{MAX_TOP_K:,}."
-                )
-            self._set(top_k=top_k)
+            self._set(top_k=checked_count(top_k, MAX_TOP_K, "Features.top_k"))
             return
         if self.top_k is not None:
             raise SpecError("Features has top_k and indices; give one of them.")
-        given = self.indices.tolist() if hasattr(self.indices, "tolist") else self.indices
-        indices = tuple(given) if isinstance(given, list | tuple) else (given,)
-        if not 1 <= len(indices) <= MAX_INDICES:
-            raise SpecError(
-                f"Features.indices has {len(indices)} features; it has 1 to {MAX_INDICES}, of all "
-                "Features of a request together."
-            )
-        if not are_features(indices):
-            raise SpecError(
-                f"Features.indices is {shown(given)}; it must name each feature one time, by its "
-                f"number, which must be below {MOST_FEATURES:,}."
-            )
-        self._set(indices=indices)
+        limit = f"it has 1 to {MAX_INDICES}, of all Features of a request together."
+        self._set(indices=feature_numbers(self.indices, "Features.indices", MAX_INDICES, limit))
 
     def _take_rows(self) -> None:
         """Replace an Sae object, or the JSON of EncoderRows, by EncoderRows."""
@@ -264,7 +237,7 @@ class Features(Action):
         """
         if not isinstance(self.sae, str):
             return self
-        sae = held_sae(self.sae, saes, "Features.sae")
+        sae = held(self.sae, saes, "Features.sae", "SAE", "saes")
         site, layer = sae.place
         for name, asked, own in (("site", self.site, site), ("layers", self.layer, layer)):
             if asked not in ("", None, own):

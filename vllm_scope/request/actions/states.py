@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError, checked_word, shown
 from vllm_scope.request.actions.base import MAX_FLOAT32, number, without
 from vllm_scope.request.nets import Ema
 
@@ -114,10 +114,7 @@ def parse_state(value: object, where: str) -> State | None:
             f"{where} is {shown(value)}; it must be one of {classes}, in JSON an object with a "
             "kind."
         )
-    kind = value.get("kind")
-    cls = STATES.get(kind) if isinstance(kind, str) else None
-    if cls is None:
-        raise SpecError(f"{where}.kind is {shown(kind)}; it must be one of {', '.join(STATES)}.")
+    cls = STATES[checked_word(value.get("kind"), STATES, f"{where}.kind")]
     known = [each.name for each in fields(cls)]
     unknown = sorted(set(value) - {"kind", *known}, key=str)
     if unknown:

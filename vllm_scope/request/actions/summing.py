@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import checked_flag
 from vllm_scope.request.actions.base import Action, checked_name, number
 
 
@@ -56,7 +56,4 @@ class Moments(Action):
         checked_name(self.name, "Moments.name")
         if self.target is not None:
             self._set(target=number(self.target, "Moments.target"))
-        if not isinstance(self.covariance, bool):
-            raise SpecError(
-                f"Moments.covariance is {shown(self.covariance)}; it must be true or false."
-            )
+        checked_flag(self.covariance, "Moments.covariance")
