@@ -34,16 +34,11 @@ from vllm_scope.engine.monitors import configured, untapped
 from vllm_scope.engine.vllm_types import ModelRunner, NewRequestData, Worker
 from vllm_scope.engine.worker import runners
 from vllm_scope.engine.worker.attention import kernel_of
+from vllm_scope.engine.worker.canary import Forward
 from vllm_scope.engine.worker.delivery import IDLE_COUNTERS, NOBODY, WorkerDelivery
 from vllm_scope.engine.worker.faults import Faults
 from vllm_scope.engine.worker.holding import held_saes
-from vllm_scope.engine.worker.loading import (
-    Forward,
-    check_taps,
-    compiled_rows,
-    last_rows,
-    load_taps,
-)
+from vllm_scope.engine.worker.loading import check_taps, compiled_rows, last_rows, load_taps
 from vllm_scope.engine.worker.own_lens import OwnLens
 from vllm_scope.engine.worker.proving import Proved, agreed, proved_anatomy
 from vllm_scope.engine.worker.replies import Connected, Described
@@ -236,7 +231,7 @@ class ScopeWorker:
 
         ring = None if self._delivery is None else self._delivery.ring
         try:
-            check_taps(self.here, self.limits.widths, self._tables, self._arena, ring, forward)
+            check_taps(self.here, self._tables, self._arena, ring, forward)
             self._check_rows(forward)
             if self.reason is None and self.lens is not None:
                 self._begin_lens(self.lens, forward)
@@ -252,9 +247,7 @@ class ScopeWorker:
         if proved is None or proved.anatomy.unread is None:
             return
         try:
-            rows = compiled_rows(
-                self.here, self.sites, self.limits.widths, self._tables, self._arena, forward
-            )
+            rows = compiled_rows(self.here, self._tables, self._arena, forward)
             dtype = self._vllm_config.model_config.dtype
             compare_compiled(rows, proved.rows, proved.anatomy.unread, dtype)
         except CompatError as error:
@@ -277,7 +270,7 @@ class ScopeWorker:
         """If the model's lens can be applied, give the lens to the packer."""
         delivery = self._delivery
         self._pair_makers |= lens.begin(
-            lambda: last_rows(self.sites, self.limits.widths, self._tables, self._arena, forward),
+            lambda: last_rows(self.sites, self._tables, self._arena, forward),
             (lambda call: None) if delivery is None else delivery.drain.warm,
         )
 
