@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 
 from vllm_scope.batch.sums import Packed, Sums
-from vllm_scope.engine.frontend.connection import ask_replicas
-from vllm_scope.engine.frontend.prepared import NO_TAPS
+from vllm_scope.engine.frontend.connection import NO_TAPS, ask_replicas
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import AsyncLLM, LLMEngine
 from vllm_scope.errors import SpecError, shown

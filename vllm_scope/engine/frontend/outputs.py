@@ -18,7 +18,7 @@ from contextlib import aclosing, suppress
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.frontend import ahead
-from vllm_scope.engine.frontend.connection import connections
+from vllm_scope.engine.frontend.connection import connection_of, connections
 from vllm_scope.engine.frontend.running import Live, lives, refusal_of, running_of, runs
 from vllm_scope.engine.frontend.translators import in_words
 from vllm_scope.engine.params import concerns, names_module, params_of
@@ -99,8 +99,7 @@ async def _settled(engine: AsyncLLM, stream: Outputs) -> Outputs:
                 if refused is not None:
                     raise refused
             for pending in _waiting_for(output):
-                connection = connections.of(engine.output_processor)
-                assert connection is not None
+                connection = connection_of(engine.output_processor)
                 await _arrival(pending, connection.deliver_timeout_s)
             yield settle(output)
 
