@@ -264,8 +264,7 @@ class Drain:
         item = Stored(labels, self._ring.acquire(num_slots), write)
         if self._watch:
             item.written = threading.Event()
-            wait = partial(_wait_for, item.written)
-            self._watch.add(item.labels_if_whole, wait, item.lease, None)
+            self._watch.add(item.labels_if_whole, item.written.wait, item.lease, None)
             self._put(item)
             self.hurry()  # the watch waits for these scores
             return
@@ -382,7 +381,7 @@ class Drain:
             if not self.filler.fill_waiting([step]):
                 return None
             step = replace(step, region=None)
-        wait = step.copied.synchronize if step.copied is not None else _nothing_to_wait_for
+        wait = (lambda: None) if step.copied is None else step.copied.synchronize
         watch.add(partial(true_labels, step), wait, step.lease, step.boundary)
         return replace(step, watched=True)
 
@@ -420,11 +419,3 @@ class Drain:
             if self._closing:
                 return
             self._pace.sleep(lambda: not self._items and not self._closing)
-
-
-def _wait_for(event: threading.Event) -> None:
-    event.wait()
-
-
-def _nothing_to_wait_for() -> None:
-    pass

@@ -170,7 +170,7 @@ class Step:
     """
 
     labels: Callable[[], Labels | None]
-    wait: Callable[[], None]
+    wait: Callable[[], object]
     lease: Lease
     boundary: int | None
     found: list[_Found] | None = None
@@ -231,7 +231,7 @@ class Watch:
     def add(
         self,
         labels: Callable[[], Labels | None],
-        wait: Callable[[], None],
+        wait: Callable[[], object],
         lease: Lease,
         boundary: int | None,
     ) -> None:

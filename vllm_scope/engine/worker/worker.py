@@ -143,9 +143,7 @@ class ScopeWorker:
     def _tap_model(self, runner: ModelRunner, groups: Sequence[object]) -> None:
         """Install taps. Raises CompatError if the model must be served without taps."""
         self.runner_version = runners.version_of(runner)
-        proved = self._proved = proved_anatomy(
-            runner, self.runner_version, self._vllm_config, self.sites, groups
-        )
+        proved = self._proved = proved_anatomy(runner, self._vllm_config, self.sites, groups)
         anatomy = proved.anatomy
         split = anatomy.splits.get("q")
         gather = None if split is None else split.gather
@@ -227,7 +225,7 @@ class ScopeWorker:
         def forward(plan: Callable[[], None]) -> object:
             steps.active = True
             with set_current_vllm_config(self._vllm_config):
-                return runners.dummy_forward(self._worker.model_runner, self.runner_version, plan)
+                return runners.dummy_forward(self._worker.model_runner, plan)
 
         ring = None if self._delivery is None else self._delivery.ring
         try:
