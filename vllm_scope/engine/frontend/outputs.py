@@ -161,7 +161,8 @@ def _step(original: Callable[..., list[RequestOutput]], self: LLMEngine) -> list
         outputs = []
         pending = _waiting_for(waiting[0][0])
         if pending:
-            _wait(pending[0], POLL_S)
+            with suppress(TimeoutError):
+                pending[0].done.result(POLL_S)
     if not (outputs or waiting):
         return outputs
     connection = connections.of(self.output_processor)
@@ -176,11 +177,6 @@ def _step(original: Callable[..., list[RequestOutput]], self: LLMEngine) -> list
     done = {id(o) for o, _ in ready}
     waiting[:] = [(o, t) for o, t in queue if id(o) not in done]
     return [settle(o) if hasattr(o, "outputs") else o for o, _ in ready]
-
-
-def _wait(pending: Pending, timeout: float) -> None:
-    with suppress(TimeoutError):
-        pending.done.result(timeout)
 
 
 def _multiprocess(engine: LLMEngine) -> bool:
