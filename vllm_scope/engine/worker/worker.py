@@ -596,7 +596,7 @@ class ScopeWorker:
             "taps_here": list(self.here) if tapped else [],
             "arena_mib": self._arena.num_bytes / 2**20 if tapped else 0.0,
             "limits": msgspec.to_builtins(limits),
-            "sinks": self._delivery.describe() if self._delivery is not None else {},
+            "sinks": self._delivery.router.takes if self._delivery is not None else {},
             "lens": None if self.lens is None else self.lens.reason,
             "lenses": {} if self.lens is None else self.lens.describe(),
         }
@@ -622,4 +622,4 @@ class ScopeWorker:
     def flush(self) -> dict[str, str | None]:
         """Make ended requests visible at every sink. Returns the error or None for each sink, by
         name."""
-        return self._delivery.flush() if self._delivery is not None else {}
+        return self._delivery.router.flush() if self._delivery is not None else {}

@@ -99,6 +99,14 @@ def refused_site(site: str, reason: str) -> ConfigError:
     )
 
 
+def refused_layer(site: str, number: int, layer: nn.Module, what: str) -> ConfigError:
+    return ConfigError(
+        f"additional_config['scope'].sites has {site!r}, and layer {number} "
+        f"({type(layer).__name__}) {what}. Leave the site out, or the layer out of "
+        "additional_config['scope'].layers."
+    )
+
+
 def parameters(layer_class: type) -> list[str]:
     """The names of the parameters of a layer's forward, without `self`."""
     return list(inspect.signature(layer_class.forward).parameters)[1:]  # type: ignore[attr-defined]
