@@ -161,7 +161,7 @@ class Router:
         for layout, tokens, data in by_layout(
             labels.layouts, labels.layout_of, batch.boundary, batch.widths, batch.slots
         ):
-            local = layout if batch.boundary is None else layout.at(batch.boundary)
+            local = layout.at(batch.boundary)
             positions = labels.positions[tokens]
             for key, some in by_key(labels.keys[tokens]):
                 self._route(key, local, positions[some], data[some], batch.widths)

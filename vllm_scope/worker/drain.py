@@ -69,19 +69,11 @@ class Drain:
     Args:
         watch: If the watch has requests, the drain gives the rows of each step to the watch.
         store: The store collects scores from the rows of each step, on the drain thread.
-        saes: The same as for Packer.
-        moments_bytes: The number of bytes of device memory for the sums of Moments.
-        joins: True if heads are applied to the rows of several steps together. A GPU then needs
-            fewer launches, and reads the weights of a held SAE one time for all these steps. If
-            None, `joins` is True on a GPU and False on a CPU.
-        drafts: The same as for Filler.
+        saes, moments_bytes, joins, drafts: The same as for Filler.
 
     Attributes:
         defers: True on a GPU. On a GPU, `submit_stored` does not wake the drain thread, unless the
             watch has requests. `nudge` later wakes the thread.
-
-    Main methods: `add_request`, `submit` (delivers the rows of a region), `finish_request`,
-    `close`.
     """
 
     def __init__(

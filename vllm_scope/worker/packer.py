@@ -433,7 +433,7 @@ def _num_slots(labels: Labels, boundary: int | None, widths: Widths) -> int:
 
 
 def _local(labels: Labels, boundary: int | None) -> list[Layout]:
-    return [layout if boundary is None else layout.at(boundary) for layout in labels.layouts]
+    return [layout.at(boundary) for layout in labels.layouts]
 
 
 def _sizes(labels: Labels, boundary: int | None, widths: Widths) -> tuple[Ints, Ints]:

@@ -52,7 +52,7 @@ IDLE_COUNTERS: dict[str, object] = {
 class WorkerDelivery:
     """The ring, the drain and the sinks of one worker.
 
-    Methods: `add_request`, `finish_request`, `close`. The worker submits steps to `drain`.
+    The worker submits steps to `drain`.
 
     Attributes:
         widths: the widths of raw rows.

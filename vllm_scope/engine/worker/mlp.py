@@ -46,7 +46,7 @@ def mlp_size_of(vllm_config: VllmConfig) -> int:
     return size
 
 
-def projections_of(anatomy: Anatomy, sites: Sites, num_ranks: int = 1) -> dict[int, nn.Module]:
+def projections_of(anatomy: Anatomy, sites: Sites, num_ranks: int) -> dict[int, nn.Module]:
     """Maps each layer whose `mlp_post` is tapped to the down projection of the layer's MLP.
 
     Args:

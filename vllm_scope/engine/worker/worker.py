@@ -69,12 +69,9 @@ T = TypeVar("T")
 class ScopeWorker:
     """The taps of one worker, and the worker's requests with taps.
 
-    Methods: `load`, `check_canary`, `add_requests`, `finish_requests`, `close`. `steps` plans each
-    forward.
-
     Attributes:
         reason: why the model cannot be tapped; None if it can be tapped.
-        steps: the worker's Steps; None if the model cannot be tapped.
+        steps: plans each forward; None if the model cannot be tapped.
         lens: the worker's OwnLens; None if the model cannot be tapped.
         here: boundaries with a tap on this worker.
     """
@@ -325,9 +322,7 @@ class ScopeWorker:
                 self._add_request(request, entrant, news.held.get(request.req_id))
         self._heard.forget(news)
 
-    def _add_request(
-        self, request: NewRequestData, entrant: Entrant, made: Held | None = None
-    ) -> None:
+    def _add_request(self, request: NewRequestData, entrant: Entrant, made: Held | None) -> None:
         """Plan one request. If the request cannot be planned, answer the request with the reason.
 
         Args:
