@@ -71,7 +71,7 @@ class Cells:
 
         self.road, self.timed, self.numbers, self.apart = road, timed, count(), apart
         if not apart:
-            road.core.widths, road.told = road.worker._tables._widths, Told(here=True)
+            road.core.widths, road.told = road.worker._tables.widths, Told(here=True)
         random = np.random.default_rng(0)
         ids = random.integers(5, 1000, NUM_PROMPT).tolist()
         rows = random.normal(size=(road.sites.num_layers, NUM_PROMPT, road.sites.hidden_size))

@@ -111,6 +111,11 @@ def wanted_positions(
     return found
 
 
+def indices_within(count: Ints) -> Ints:
+    """The indices 0 to n - 1 for each number n of `count`, one after another."""
+    return np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+
+
 def last_of_each(positions: Ints) -> tuple[Ints, Ints]:
     """The distinct positions, ascending, and for each position the index of its last occurrence."""
     distinct, from_end = np.unique(positions[::-1], return_index=True)

@@ -91,7 +91,7 @@ class RandomProjection8(KeepsK):
     def projections(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The projections rows @ R, float32 [num_rows, k], with an error of at most half a step of
         the quantisation. Use these numbers to compute distances and inner products of rows."""
-        return dequantise(parts["q"], parts["scale"], parts["zero"])
+        return dequantise(parts)
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:
         return quantise(rows.float() @ projection(self.hidden_size, self.k, self.seed, rows.device))

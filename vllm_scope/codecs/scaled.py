@@ -96,10 +96,10 @@ def quantise(values: Tensor) -> dict[str, Tensor]:
     return {"q": q.to(torch.uint8), "scale": _finite_scale(scale), "zero": zero.nan_to_num(0.0)}
 
 
-def dequantise(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """The values from which `quantise` made `q`, rounded, float32 [n, m]. If a row had NaN or
-    infinity, the whole row is NaN."""
-    return (q.float() - zero) * scale
+def dequantise(parts: Mapping[str, Tensor], name: str = "q") -> Tensor:
+    """The values from which `quantise` made these parts, rounded, float32 [n, m]. If a row had NaN
+    or infinity, the whole row is NaN. `name` is the name of the part `q`."""
+    return (parts[name].float() - parts["zero"]) * parts["scale"]
 
 
 def quantised_parts(name: str, size: int) -> tuple[RowPart, ...]:
@@ -122,4 +122,4 @@ class Full8(Codec):
         return quantise(rows.float())
 
     def _decode(self, parts: Mapping[str, Tensor], num_rows: int) -> Tensor:
-        return self._cast(dequantise(parts["q"], parts["scale"], parts["zero"]))
+        return self._cast(dequantise(parts))

@@ -43,7 +43,7 @@ class TopK8(KeepsK):
         indices = parts["indices"].long()
         if indices.numel() and bool(((indices < 0) | (indices >= self.hidden_size)).any()):
             raise ValueError(f"indices are outside a row of {self.hidden_size} values")
-        kept = dequantise(parts["values"], parts["scale"], parts["zero"])
+        kept = dequantise(parts, "values")
         # Make rows of zeros. But if the scale of a row is NaN, the whole row is NaN.
         rows = (parts["scale"] * 0.0).expand(num_rows, self.hidden_size).clone()
         return self._cast(rows.scatter_(-1, indices, kept))

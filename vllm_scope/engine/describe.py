@@ -30,8 +30,8 @@ from vllm_scope.engine.worker.sizes import Sizes
 from vllm_scope.errors import CompatError, ConfigError, reason_of
 from vllm_scope.graph.anatomy.layers import Anatomy, UnreadError
 from vllm_scope.graph.tap.tables import Tables
-from vllm_scope.program.layout import SLOT_BYTES, Widths
-from vllm_scope.request.sites import MODEL_SITES, SITES, Sites
+from vllm_scope.program.layout import SLOT_BYTES
+from vllm_scope.request.sites import MODEL_SITES, SITES
 
 #: The name under which vLLM knows the loader `NoWeights`.
 LOAD_FORMAT = "scope_no_weights"
@@ -266,15 +266,14 @@ def _tap(anatomy: Anatomy, vllm_config: VllmConfig, config: ScopeConfig) -> int:
     """
     sites = sites_of(vllm_config, config)
     anatomy = with_parts(anatomy, sites, 1)
-    widths = _widths(sites, vllm_config)
+    widths = Sizes.of(vllm_config, sites, False).widths
     tables = Tables(
         sites.boundaries, 1, sites.hidden_size, widths, torch.device("cpu"), num_programs=1,
         num_ops=1,
     )  # fmt: skip
     arena = torch.zeros((1, SLOT_BYTES), dtype=torch.uint8)
-    tap_of = {boundary: tap for tap, boundary in enumerate(sites.boundaries)}
     with _classes_kept(anatomy):
-        return len(install_all_taps(anatomy, tap_of, arena, tables, sites))
+        return len(install_all_taps(anatomy, arena, tables, sites))
 
 
 @contextmanager
@@ -290,17 +289,8 @@ def _classes_kept(anatomy: Anatomy) -> Iterator[None]:
             module.__class__ = own
 
 
-def _widths(sites: Sites, vllm_config: VllmConfig) -> Widths:
-    return Widths.of(sites.row_sizes, vllm_config.model_config.dtype.itemsize)
-
-
 def _arena_mib(vllm_config: VllmConfig, config: ScopeConfig) -> float:
     """The size in MiB of the arena that `ScopeWorker` allocates."""
-    sites = sites_of(vllm_config, config)
-    captured = vllm_config.compilation_config.cudagraph_capture_sizes or [0]
-    sizes = Sizes(
-        _widths(sites, vllm_config), sites.boundaries,
-        int(vllm_config.scheduler_config.max_num_batched_tokens), max(captured),
-        vllm_config.device_config.device_type == "cuda",
-    )  # fmt: skip
+    cuda = vllm_config.device_config.device_type == "cuda"
+    sizes = Sizes.of(vllm_config, sites_of(vllm_config, config), cuda)
     return sizes.arena_slots(config) * SLOT_BYTES / 2**20

@@ -11,13 +11,12 @@ own layers. This module adds the sums of all replicas for each place and label, 
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from vllm_scope.batch.sums import Packed, Sums
-from vllm_scope.engine.frontend.connection import ask_replicas
-from vllm_scope.engine.frontend.prepared import NO_TAPS
+from vllm_scope.engine.frontend.connection import NO_TAPS, ask_replicas
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import AsyncLLM, LLMEngine
 from vllm_scope.errors import SpecError, shown
@@ -28,18 +27,19 @@ Key = tuple[str, int, str]
 Found = dict[Key, Sums]
 #: A remote call, as its name and its arguments.
 _Call = tuple[str, tuple[object, ...]]
-#: A generator that yields remote calls. The caller makes each call, and sends the answers to the
-#: generator: a list for each replica, with the answer of each of the replica's workers.
-_Asking = Generator[_Call, list[list[Any]], Any]
+T = TypeVar("T")
+#: A generator that yields remote calls, and returns a T. The caller makes each call, and sends the
+#: answers to the generator: a list for each replica, with the answer of each of its workers.
+_Asking = Generator[_Call, list[list[Any]], T]
 
 
-def _keys(name: str) -> Generator[_Call, list[list[Any]], list[Key]]:
+def _keys(name: str) -> _Asking[list[Key]]:
     replies = yield "scope_names_of_moments", (checked_name(name, "the name of the sums"),)
     each = ((str(s), int(k), str(x)) for some in replies for one in some for s, k, x in one)
     return sorted(dict.fromkeys(each))
 
 
-def _one(name: str, key: Key) -> Generator[_Call, list[list[Any]], Sums]:
+def _one(name: str, key: Key) -> _Asking[Sums]:
     replies = yield "scope_moments", (name, *key)
     some = [one for replica in replies for one in replica if one is not None]
     if not some:
@@ -53,7 +53,7 @@ def _one(name: str, key: Key) -> Generator[_Call, list[list[Any]], Sums]:
         ) from None
 
 
-def _every(name: str) -> Generator[_Call, list[list[Any]], Found]:
+def _every(name: str) -> _Asking[Found]:
     found = {}
     for key in (yield from _keys(name)):
         found[key] = yield from _one(name, key)
@@ -67,7 +67,7 @@ def _every(name: str) -> Generator[_Call, list[list[Any]], Found]:
     return found
 
 
-def _dropped(name: str) -> Generator[_Call, list[list[Any]], bool]:
+def _dropped(name: str) -> _Asking[bool]:
     replies = yield "scope_drop_moments", (checked_name(name, "the name of the sums"),)
     return any(any(some) for some in replies)
 
@@ -77,24 +77,26 @@ def _check(engine: LLMEngine | AsyncLLM) -> None:
         raise SpecError(NO_TAPS)
 
 
-def _run(engine: LLMEngine, asking: _Asking) -> Any:
+def _run(engine: LLMEngine, asking: _Asking[T]) -> T:
     _check(engine)
     try:
         call, args = next(asking)
         while True:
             call, args = asking.send([engine.collective_rpc(call, args=args)])
     except StopIteration as end:
-        return end.value
+        found: T = end.value
+        return found
 
 
-async def _run_async(engine: AsyncLLM, asking: _Asking) -> Any:
+async def _run_async(engine: AsyncLLM, asking: _Asking[T]) -> T:
     _check(engine)
     try:
         call, args = next(asking)
         while True:
             call, args = asking.send(await ask_replicas(engine, call, *args))
     except StopIteration as end:
-        return end.value
+        found: T = end.value
+        return found
 
 
 def moments_of(engine: LLMEngine, name: str) -> Found:
@@ -105,34 +107,30 @@ def moments_of(engine: LLMEngine, name: str) -> Found:
         SpecError: there are no sums with this name (the message lists names that have sums), or the
             sums of the replicas cannot be added.
     """
-    found: Found = _run(engine, _every(name))
-    return found
+    return _run(engine, _every(name))
 
 
 def drop_moments_of(engine: LLMEngine, name: str) -> bool:
     """Drop the sums of a name, and free their memory for other sums. Requests that still run add no
     more rows to sums of this name. Returns False if the name had no sums."""
-    return bool(_run(engine, _dropped(name)))
+    return _run(engine, _dropped(name))
 
 
 async def moments_of_async(engine: AsyncLLM, name: str) -> Found:
-    found: Found = await _run_async(engine, _every(name))
-    return found
+    return await _run_async(engine, _every(name))
 
 
 async def drop_moments_of_async(engine: AsyncLLM, name: str) -> bool:
-    return bool(await _run_async(engine, _dropped(name)))
+    return await _run_async(engine, _dropped(name))
 
 
 async def keys_of_async(engine: AsyncLLM, name: str) -> list[Key]:
     """The keys of all sums of a name. Each key has the site, the layer and the label of one of the
     sums."""
-    found: list[Key] = await _run_async(engine, _keys(name))
-    return found
+    return await _run_async(engine, _keys(name))
 
 
 async def one_of_async(engine: AsyncLLM, name: str, key: Key) -> Sums:
     """The sums of a name at one place and with one label. Raises SpecError if there are no such
     sums, or if the sums of the replicas cannot be added."""
-    found: Sums = await _run_async(engine, _one(name, key))
-    return found
+    return await _run_async(engine, _one(name, key))

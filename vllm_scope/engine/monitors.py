@@ -43,11 +43,10 @@ from vllm_scope.engine.frontend.connection import (
     Connection,
     connect_async,
     connect_sync,
-    connections,
+    connection_of,
     needs_connection,
     refusing,
 )
-from vllm_scope.engine.frontend.prepared import NO_TAPS
 from vllm_scope.engine.judge import Judge, tallied
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import AsyncLLM, Engine, LLMEngine, VllmConfig
@@ -419,7 +418,7 @@ def set_on(engine: LLMEngine, bodies: object) -> None:
     """Connect to the workers of an LLM if necessary, and then set its monitors."""
     if needs_connection(engine):
         connect_sync(engine)
-    connection = _connection_of(engine)
+    connection = connection_of(engine.output_processor)
 
     def ask(text: str) -> None:
         engine.collective_rpc(_CHECK, args=(text,))
@@ -433,7 +432,8 @@ async def set_on_async(engine: AsyncLLM, bodies: object) -> None:
     """The same as `set_on`, but for an AsyncLLM."""
     if needs_connection(engine):
         await connect_async(engine)
-    connection, loop = _connection_of(engine), asyncio.get_running_loop()
+    connection = connection_of(engine.output_processor)
+    loop = asyncio.get_running_loop()
 
     async def call(text: str) -> None:
         await engine.collective_rpc(_CHECK, args=(text,))
@@ -444,13 +444,6 @@ async def set_on_async(engine: AsyncLLM, bodies: object) -> None:
     await asyncio.to_thread(set_monitors, engine, bodies, connection, ask)
     ahead.send_soon(engine, monitors_of(engine.vllm_config))
     await asyncio.to_thread(_make_ready, engine, connection)  # not on the event loop
-
-
-def _connection_of(engine: Engine) -> Connection:
-    connection = connections.of(engine.output_processor)
-    if connection is None:
-        raise SpecError(NO_TAPS)
-    return connection
 
 
 def _make_ready(engine: Engine, connection: Connection) -> None:

@@ -173,8 +173,10 @@ class Layout:
         kept = tuple(pair for pair in self.encoded if not isinstance(pair[0], Summed))
         return None if len(kept) == len(self.encoded) else Layout(self.points, kept, self.also)
 
-    def at(self, boundary: int) -> Layout:
-        """The part of this layout that one tap delivers."""
+    def at(self, boundary: int | None) -> Layout:
+        """The part of this layout that one tap delivers. The whole layout if `boundary` is None."""
+        if boundary is None:
+            return self
         return Layout(
             _points_at(self.points, boundary),
             tuple(

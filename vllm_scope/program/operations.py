@@ -358,7 +358,7 @@ def score_ops(cell: Cell) -> tuple[Op, ...]:
     return tuple(found)
 
 
-def gate_op(gate: ResolvedGate, register: int, score: int = -1) -> Op:
+def gate_op(gate: ResolvedGate, register: int, score: int) -> Op:
     """The operation that computes a gate's value without a state, and sets a register to this
     value.
 

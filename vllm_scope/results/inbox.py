@@ -171,7 +171,7 @@ class Inbox:
             for layout, tokens, data in by_layout(
                 message.layouts, message.layout_of, message.boundary, message.widths, message.slots
             ):
-                local = layout if message.boundary is None else layout.at(message.boundary)
+                local = layout.at(message.boundary)
                 pieces = pieces_of(layout, local, data, message.widths)
                 labels = np.stack([message.positions[tokens], first + tokens])
                 for key, some in by_key(message.keys[tokens]):

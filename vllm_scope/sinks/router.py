@@ -161,7 +161,7 @@ class Router:
         for layout, tokens, data in by_layout(
             labels.layouts, labels.layout_of, batch.boundary, batch.widths, batch.slots
         ):
-            local = layout if batch.boundary is None else layout.at(batch.boundary)
+            local = layout.at(batch.boundary)
             positions = labels.positions[tokens]
             for key, some in by_key(labels.keys[tokens]):
                 self._route(key, local, positions[some], data[some], batch.widths)
@@ -205,12 +205,10 @@ class Router:
 
     def finish_all(self, ends: Sequence[tuple[int, str | None]]) -> None:
         with self._lock:
-            alone = [key not in self._routed for key, _ in ends]
-            for (key, _), is_alone in zip(ends, alone, strict=True):
-                if is_alone:
-                    self._expected.pop(key, None)
-        told = [end for end, is_alone in zip(ends, alone, strict=True) if is_alone]
-        others = [end for end, is_alone in zip(ends, alone, strict=True) if not is_alone]
+            told = [(key, error) for key, error in ends if key not in self._routed]
+            others = [(key, error) for key, error in ends if key in self._routed]
+            for key, _ in told:
+                self._expected.pop(key, None)
         for call in (
             partial(self._memory.finish_all, told), *(partial(self.finish, *end) for end in others)
         ):  # fmt: skip

@@ -48,7 +48,6 @@ class SinkThread:
     Args:
         quota: the sink's quota, which all threads of the sink share. If None, a new quota.
 
-
     Raises:
         ConfigError: the spill file cannot be made. In this case, the sink is closed first.
     """

@@ -29,8 +29,8 @@ from vllm_scope.worker.drain_items import (
     Rows,
     Stored,
     joined,
+    lie_together,
     may_join,
-    stored_may_join,
     true_labels,
 )
 from vllm_scope.worker.filler import Filler
@@ -204,7 +204,7 @@ class Deliverer:
             self._sink.write(RowBatch(whole, lease, self._widths, first.boundary))
 
     def _write_all_stored(self, items: Sequence[Stored]) -> None:
-        """Give stored scores to the sink. If `stored_may_join` is True for some items, the sink
+        """Give stored scores to the sink. If `lie_together` is True for some items, the sink
         gets the scores of these items as one batch. Usually these are the scores of several
         requests that arrived together."""
         run: list[Stored] = []
@@ -212,7 +212,7 @@ class Deliverer:
             for item in items:
                 if not item.whole:
                     continue
-                if run and not stored_may_join(run, item):
+                if run and not lie_together(run, item):
                     self._guard(partial(self._write_stored, run))
                     run = []
                 run.append(item)

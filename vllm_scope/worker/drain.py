@@ -69,19 +69,11 @@ class Drain:
     Args:
         watch: If the watch has requests, the drain gives the rows of each step to the watch.
         store: The store collects scores from the rows of each step, on the drain thread.
-        saes: The same as for Packer.
-        moments_bytes: The number of bytes of device memory for the sums of Moments.
-        joins: True if heads are applied to the rows of several steps together. A GPU then needs
-            fewer launches, and reads the weights of a held SAE one time for all these steps. If
-            None, `joins` is True on a GPU and False on a CPU.
-        drafts: The same as for Filler.
+        saes, moments_bytes, joins, drafts: The same as for Filler.
 
     Attributes:
         defers: True on a GPU. On a GPU, `submit_stored` does not wake the drain thread, unless the
             watch has requests. `nudge` later wakes the thread.
-
-    Main methods: `add_request`, `submit` (delivers the rows of a region), `finish_request`,
-    `close`.
     """
 
     def __init__(
@@ -264,8 +256,7 @@ class Drain:
         item = Stored(labels, self._ring.acquire(num_slots), write)
         if self._watch:
             item.written = threading.Event()
-            wait = partial(_wait_for, item.written)
-            self._watch.add(item.labels_if_whole, wait, item.lease, None)
+            self._watch.add(item.labels_if_whole, item.written.wait, item.lease, None)
             self._put(item)
             self.hurry()  # the watch waits for these scores
             return
@@ -382,7 +373,7 @@ class Drain:
             if not self.filler.fill_waiting([step]):
                 return None
             step = replace(step, region=None)
-        wait = step.copied.synchronize if step.copied is not None else _nothing_to_wait_for
+        wait = (lambda: None) if step.copied is None else step.copied.synchronize
         watch.add(partial(true_labels, step), wait, step.lease, step.boundary)
         return replace(step, watched=True)
 
@@ -420,11 +411,3 @@ class Drain:
             if self._closing:
                 return
             self._pace.sleep(lambda: not self._items and not self._closing)
-
-
-def _wait_for(event: threading.Event) -> None:
-    event.wait()
-
-
-def _nothing_to_wait_for() -> None:
-    pass

@@ -134,16 +134,12 @@ def may_join(steps: Sequence[Rows], item: Rows) -> bool:
     """True if the rows of `item` and of `steps` can be one batch. Each of these steps then has the
     rows of all taps, and the layouts of the steps are equal. The rows are adjacent in the ring, and
     have at most MOST_BYTES together."""
-    return item.boundary is None and steps[-1].boundary is None and _lie_as_one(steps, item)
+    return item.boundary is None and steps[-1].boundary is None and lie_together(steps, item)
 
 
-def stored_may_join(run: Sequence[Stored], item: Stored) -> bool:
-    """True if the scores of `item` and of `run` can be one batch. All these items then have equal
-    layouts, and the scores are adjacent in the ring and have at most MOST_BYTES together."""
-    return _lie_as_one(run, item)
-
-
-def _lie_as_one(run: Sequence[Rows] | Sequence[Stored], item: Rows | Stored) -> bool:
+def lie_together(run: Sequence[Rows] | Sequence[Stored], item: Rows | Stored) -> bool:
+    """True if `item` follows `run` in the ring, has the same layouts, and has at most MOST_BYTES
+    together with `run`. Stored items can then be one batch."""
     first, last = run[0], run[-1]
     return (
         item.lease.start == last.lease.stop

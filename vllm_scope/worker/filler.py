@@ -26,7 +26,7 @@ from vllm_scope.request.heads import Bank, Told
 from vllm_scope.transport.ring import HostRing, JoinedLease, Lease
 from vllm_scope.worker.arena import Arena, Region, StreamFence
 from vllm_scope.worker.drain_items import Rows, adjacent, joined
-from vllm_scope.worker.held_saes import NONE, PairMakers
+from vllm_scope.worker.held_saes import PairMakers
 from vllm_scope.worker.packer import Packer, first_slots
 from vllm_scope.worker.side_stream import SideStream, to_host
 from vllm_scope.worker.summing import Summing
@@ -52,8 +52,9 @@ class Filler:
     Args:
         saes: The same as for Packer.
         moments_bytes: The number of bytes of device memory for the sums of Moments.
-        joins: True if heads are applied to the rows of several steps together. If None, `joins` is
-            True on a GPU and False on a CPU.
+        joins: True if heads are applied to the rows of several steps together. A GPU then needs
+            fewer launches, and reads the weights of a held SAE one time for all these steps. If
+            None, `joins` is True on a GPU and False on a CPU.
         forget: The filler calls this function with the keys of requests that lost rows or scores.
             The function must stop keeping the scores of these requests.
         drafts: True if a computed token can be rejected (speculative decoding). A request that
@@ -70,10 +71,10 @@ class Filler:
         ring: HostRing,
         widths: Widths,
         forget: Callable[[Collection[int]], None],
-        saes: PairMakers = NONE,
-        moments_bytes: int = 0,
-        joins: bool | None = None,
-        drafts: bool = False,
+        saes: PairMakers,
+        moments_bytes: int,
+        joins: bool | None,
+        drafts: bool,
     ) -> None:
         self._drafts = drafts
         self._arena, self._ring, self._widths, self._forget = arena, ring, widths, forget

@@ -260,7 +260,7 @@ class Packer:
             into[chunk.start : chunk.stop].copy_(batch, non_blocking=True)
         if not failed:
             return ()
-        layouts = _local(labels.layouts, boundary)
+        layouts = _local(labels, boundary)
         having = [i for i, one in enumerate(layouts) if failed & {head for head, _ in one.encoded}]
         return set(labels.keys[np.isin(labels.layout_of, having)].tolist())
 
@@ -320,7 +320,7 @@ class Packer:
 
     def _chunks(self, labels: Labels, boundary: int | None) -> Iterator[_Chunk]:
         if len(labels.layouts) == 1:
-            return self._uniform_chunks(_local(labels.layouts, boundary)[0], len(labels.keys))
+            return self._uniform_chunks(_local(labels, boundary)[0], len(labels.keys))
         return self._mixed_chunks(labels, boundary)
 
     def _uniform_chunks(self, layout: Layout, num_tokens: int) -> Iterator[_Chunk]:
@@ -363,7 +363,7 @@ class Packer:
     def _mixed_chunks(self, labels: Labels, boundary: int | None) -> Iterator[_Chunk]:
         before, after = _sizes(labels, boundary, self.widths)
         sources, targets = np.cumsum(before) - before, np.cumsum(after) - after
-        local = _local(labels.layouts, boundary)
+        local = _local(labels, boundary)
         weights = np.array([_weight(layout, self.widths) for layout in local], np.int64)
         ends = np.cumsum(weights[labels.layout_of])
         first, num_tokens = 0, len(before)
@@ -380,9 +380,9 @@ class Packer:
                         (sources[some][:, None] + source).ravel(),
                         (targets[some][:, None] + target).ravel() - start,
                     ))  # fmt: skip
-            (one,) = found.values() if len(found) == 1 else (None,)
-            in_order = one is not None and all((np.diff(targets) > 0).all() for _, targets in one)
-            yield _Chunk(start, stop, self._moves(found), in_order and len(one or ()) == 1)
+            pairs = [pair for some in found.values() for pair in some]
+            in_order = len(pairs) == 1 and bool((np.diff(pairs[0][1]) > 0).all())
+            yield _Chunk(start, stop, self._moves(found), in_order)
             first = last
 
     def _moves(self, found: _Found) -> list[_Move]:
@@ -421,24 +421,24 @@ class Packer:
 
 def _in_order(moves: Sequence[_Move]) -> bool:
     """True only if there is one move, and its targets are ascending and at regular distances."""
-    (one,) = moves if len(moves) == 1 else (None,)
-    return one is not None and isinstance(one.targets, Grid) and one.targets.shape[0] == 1
+    targets = moves[0].targets if len(moves) == 1 else None
+    return isinstance(targets, Grid) and targets.shape[0] == 1
 
 
 def _num_slots(labels: Labels, boundary: int | None, widths: Widths) -> int:
     """The number of slots of all tokens in the batch."""
     if len(labels.layouts) == 1:
-        return len(labels.keys) * _local(labels.layouts, boundary)[0].slots(widths)
+        return len(labels.keys) * _local(labels, boundary)[0].slots(widths)
     return int(_sizes(labels, boundary, widths)[1].sum())
 
 
-def _local(layouts: Sequence[Layout], boundary: int | None) -> list[Layout]:
-    return [layout if boundary is None else layout.at(boundary) for layout in layouts]
+def _local(labels: Labels, boundary: int | None) -> list[Layout]:
+    return [layout.at(boundary) for layout in labels.layouts]
 
 
 def _sizes(labels: Labels, boundary: int | None, widths: Widths) -> tuple[Ints, Ints]:
     """The number of slots of each token in the region, and in the batch."""
-    layouts = _local(labels.layouts, boundary)
+    layouts = _local(labels, boundary)
     before = np.array([layout.arena.slots(widths) for layout in layouts], np.int64)
     after = np.array([layout.slots(widths) for layout in layouts], np.int64)
     if boundary is not None:  # in the region of one tap, all tokens have the same number of slots

@@ -63,10 +63,7 @@ class _Steady:
 
 
 class Planner:
-    """Holds the requests with taps, and plans steps.
-
-    Main methods: `add_request`, `begin_stages`, `change_request`, `begin_step`, `finish_request`.
-    """
+    """Holds the requests with taps, and plans steps."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_scope.batch.by_position import Ints
+from vllm_scope.batch.by_position import Ints, indices_within
 from vllm_scope.batch.labels import Labels
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.layout import Layout
@@ -73,7 +73,7 @@ class PlannedTokens(NamedTuple):
             count: How many tokens each request has in the step.
         """
         if index.size and int(count.max()) > 1:
-            within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+            within = indices_within(count)
             index, ids = np.repeat(index, count), np.repeat(ids, count)
             row, position = np.repeat(row, count) + within, np.repeat(position, count) + within
         return PlannedTokens(row, position, index, ids)
@@ -91,7 +91,7 @@ class PlannedTokens(NamedTuple):
         """
         count = np.fromiter(map(len, ids), np.int64, len(ids))
         every = np.concatenate(ids)
-        within = np.arange(len(every)) - np.repeat(np.cumsum(count) - count, count)
+        within = indices_within(count)
         found = PlannedTokens(
             np.repeat(row, count) + within, np.repeat(position, count) + within,
             np.repeat(index, count), every,

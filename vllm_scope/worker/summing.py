@@ -54,8 +54,6 @@ MOST_BYTES, MOST_STEPS = 64 << 20, 256
 class Summing:
     """The sums of one worker.
 
-    Main methods: `add_request`, `add`, `accept`, `finish_request`, `read` and `drop`.
-
     Args:
         dtype, device: the arena's dtype and device.
         widths, most_bytes: the same as for KeptSums.
@@ -129,7 +127,7 @@ class Summing:
             reached: list[Callable[[], None]] = []
             num_waiting = len(self._waiting)
             for i, whole in enumerate(labels.layouts):
-                layout = whole if boundary is None else whole.at(boundary)
+                layout = whole.at(boundary)
                 some = [(head, at) for head, at in layout.encoded if isinstance(head, Summed)]
                 tokens = np.flatnonzero(labels.layout_of == i) if some else ()
                 for head, points in some if len(tokens) else ():

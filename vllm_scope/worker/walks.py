@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_scope.batch.by_position import Ints
+from vllm_scope.batch.by_position import Ints, indices_within
 from vllm_scope.graph.tap.states import INDEX, KNOWN, NUM_WALK_COLUMNS, WIDTH
 from vllm_scope.program.operations import LogRange
 
@@ -74,7 +74,7 @@ class Walks:
             return None
         has = has[np.argsort(first_row[has])]
         row, count = first_row[has], count[has]
-        within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+        within = indices_within(count)
         walks = np.repeat(self._walks[index[has]], count, axis=0)
         walks[:, INDEX] = within
         return np.repeat(row, count) + within, walks

@@ -170,7 +170,7 @@ class Step:
     """
 
     labels: Callable[[], Labels | None]
-    wait: Callable[[], None]
+    wait: Callable[[], object]
     lease: Lease
     boundary: int | None
     found: list[_Found] | None = None
@@ -231,7 +231,7 @@ class Watch:
     def add(
         self,
         labels: Callable[[], Labels | None],
-        wait: Callable[[], None],
+        wait: Callable[[], object],
         lease: Lease,
         boundary: int | None,
     ) -> None:
@@ -300,7 +300,7 @@ class Watch:
         for layout, tokens, data in by_layout(
             labels.layouts, labels.layout_of, boundary, self._widths, lease.slots
         ):
-            local = layout if boundary is None else layout.at(boundary)
+            local = layout.at(boundary)
             for key, some in by_key(labels.keys[tokens]):
                 watched = self._watched.get(key)
                 if watched is not None:

@@ -47,7 +47,7 @@ class Model:
 
         region = self.arena.acquire(len(BOUNDARIES) * self.widths.row_slots[0])
         slots = self.arena.view(region)
-        found = rows_at(BOUNDARIES, self.widths, self.tables, slots, region.start, False, forward)
+        found = rows_at(BOUNDARIES, self.tables, slots, region.start, False, forward)
         return silent_taps(found)
 
 
@@ -90,4 +90,4 @@ def test_a_model_that_returns_rows_of_another_width_is_told_so(num_rows):
         return torch.zeros(num_rows, 3)
 
     with pytest.raises(CompatError, match="returns rows of 3 numbers, and the stream has 5"):
-        last_rows(sites, model.widths, model.tables, model.arena, forward)
+        last_rows(sites, model.tables, model.arena, forward)

@@ -166,10 +166,8 @@ def tapped():
         sizes = Sites(NUM_LAYERS, HIDDEN_SIZE, "float32", boundaries).row_sizes
         widths = Widths(tuple(4 * size for size in sizes))
         tables = Tables(boundaries, 8, HIDDEN_SIZE, widths, CPU)
-        tap_of = {boundary: tap for tap, boundary in enumerate(boundaries)}
-        here = install_taps(
-            Anatomy(layers, NUM_LAYERS, convention, "layers"), tap_of, arena.slots, tables
-        )
+        anatomy = Anatomy(layers, NUM_LAYERS, convention, "layers")
+        here = install_taps(anatomy, arena.slots, tables)
         return list(layers.values()), arena, tables, here
 
     return build

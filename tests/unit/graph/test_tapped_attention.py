@@ -48,13 +48,12 @@ class Tapped:
         self.tables = Tables(self.boundaries, 8, 8, widths, torch.device("cpu"), 1.0, 8, 64)
         self.module = Attention()
         anatomy = Anatomy({}, 2, Convention.SUM, "layers", {0: Attention(), 1: self.module})
-        tap_of = {boundary: tap for tap, boundary in enumerate(self.boundaries)}
         program = Program.reading(tuple(point_of(b, 0) for b in self.boundaries))
         number = self.tables.program_id(program, hold=True)
         self.num_slots = int(self.tables.num_slots[number])
         self.slots = program.layout.row_slots(widths)
         self.arena = torch.full((2 * self.num_slots, 4), torch.nan)
-        self.here = install_attention_taps(anatomy, tap_of, self.arena, self.tables, self.sites)
+        self.here = install_attention_taps(anatomy, self.arena, self.tables, self.sites)
         # Rows 1 and 4 are read.
         self.tables.load_step(
             np.array([1, 4]), np.full(2, number, np.int32), np.zeros(2, np.int32),

@@ -55,9 +55,8 @@ def test_an_edit_reaches_its_module_alone(edited, by_name):
     )
     blocks = {places["attn_in"]: layer.attn, places["mlp_in"]: layer.mlp}
     anatomy = Anatomy({0: layer}, 1, Convention.TENSOR, "layers", blocks=blocks)
-    tap_of = {boundary: tap for tap, boundary in enumerate(boundaries)}
     plain = layer(stream.clone(), by_name)
-    assert install_part_taps(anatomy, tap_of, arena.slots, tables, sites) == boundaries
+    assert install_part_taps(anatomy, arena.slots, tables, sites) == boundaries
     assert all(map(torch.equal, layer(stream.clone(), by_name), plain))
 
     where = places[edited].boundary

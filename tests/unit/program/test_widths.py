@@ -370,7 +370,7 @@ def test_the_canary_names_a_tap_that_wrote_nothing_whatever_its_width(deaf):
             if boundary != silent:
                 step.tap(boundary, arena, 0, 0)
 
-    found = rows_at(EVERYWHERE, step.widths, step.tables, arena[3:], 3, False, forward)
+    found = rows_at(EVERYWHERE, step.tables, arena[3:], 3, False, forward)
     assert silent_taps(found) == [silent]
 
 

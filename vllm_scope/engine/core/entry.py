@@ -131,7 +131,7 @@ class CoreScope:
                 "and a later piece of streamed input cannot be told from generated tokens; send "
                 "the prompt in one piece, or repeat the request after these edits are removed."
             )
-        ids = asked.ids_of(request.prompt_token_ids)
+        ids, max_tokens = asked.ids_of(request.prompt_token_ids), params.max_tokens or 1
         firsts = [_first({read.tokens for read in self.everywhere.reads}, ids)]
         firsts += [] if ticket is None else [ticket.first_position]
         unchecked = _unchecked(asked, asked is not own, ticket)
@@ -140,9 +140,9 @@ class CoreScope:
         elif asked is own and ticket is not None and not ticket.modules:
             know_digest(asked, ticket.spec.digest)
         nonce = secrets.token_bytes(16) if asked.scaled else b""
-        held, columns, reserve = self._held_of(asked, ids, params.max_tokens or 1, unchecked)
+        held, columns, reserve = self._held_of(asked, ids, max_tokens, unchecked)
         if asked.features:
-            reserve += Cost(lens_rows=num_lens_rows(asked, ids, params.max_tokens or 1))
+            reserve += Cost(lens_rows=num_lens_rows(asked, ids, max_tokens))
         return Entered(
             asked,
             None if ticket is None else ticket.recipient,
@@ -150,7 +150,7 @@ class CoreScope:
             _first({edit.tokens for edit in asked.edits}, ids),
             BlockKeys(asked.edits, len(ids), ids, nonce, asked.shared) if asked.edits else None,
             held, columns, unchecked,
-            LogRange(0, (params.max_tokens or 1) + OVERSHOOT, asked.num_states), reserve,
+            LogRange(0, max_tokens + OVERSHOOT, asked.num_states), reserve,
             self.sums if asked.moments else None, len(ids),
         )  # fmt: skip
 

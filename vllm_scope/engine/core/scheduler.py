@@ -192,21 +192,21 @@ def _free(
     original: Callable[..., T], self: Scheduler, request: Request, *args: object, **kwargs: object
 ) -> T:
     out = original(self, request, *args, **kwargs)
-    known = entered(request)
+    known, name = entered(request), request.request_id
     if known is not None:
-        _state_of(self).leave(request.request_id)
-    if known is not None and known.has_sinks:
-        # vLLM moves the tokens that follow the first piece of streamed input to the prompt. The
-        # workers have only the first piece.
-        after_first = tuple(request.all_token_ids[known.num_prompt :])
-        ended = Ended(after_first, str(request.get_finished_reason()))
-        _state_of(self).ended[request.request_id] = ended
-    if known is not None and request.request_id in _state_of(self).summing:
-        _state_of(self).summing.remove(request.request_id)
-        _state_of(self).accepted[request.request_id] = request.num_tokens
+        state = _state_of(self)
+        state.leave(name)
+        if known.has_sinks:
+            # vLLM moves the tokens that follow the first piece of streamed input to the prompt. The
+            # workers have only the first piece.
+            after_first = tuple(request.all_token_ids[known.num_prompt :])
+            state.ended[name] = Ended(after_first, str(request.get_finished_reason()))
+        if name in state.summing:
+            state.summing.remove(name)
+            state.accepted[name] = request.num_tokens
     scores.finish_request(self, request)
     admission = admission_of(self)
-    if admission is not None and admission.release(request.request_id):
+    if admission is not None and admission.release(name):
         _let_in(self, admission)
     return out
 

@@ -57,6 +57,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: The time in seconds between a failed attempt to connect again and the next attempt.
 RETRY_S = 10.0
+NO_TAPS = "this engine was started without vllm-scope; it has no taps."
 
 
 @dataclass
@@ -130,6 +131,11 @@ class Connection:
         }
         found.learn_modules(first["modules"])
         return found
+
+    def require_taps(self) -> None:
+        """Raises SpecError if the model has no taps."""
+        if self.reason is not None:
+            raise SpecError(f"this model cannot be tapped: {self.reason}.")
 
     @property
     def always_answers(self) -> bool:
@@ -244,6 +250,15 @@ class Connection:
 connections: Beside[Connection] = Beside()
 #: Maps an AsyncLLM to the task that connects the AsyncLLM to its workers.
 _connecting: Beside[asyncio.Task[None]] = Beside()
+
+
+def connection_of(processor: object) -> Connection:
+    """The Connection of the engine with this OutputProcessor. Raises SpecError if the engine was
+    started without vllm-scope."""
+    found = connections.of(processor)
+    if found is None:
+        raise SpecError(NO_TAPS)
+    return found
 
 
 # How a connection is made

@@ -18,7 +18,7 @@ from contextlib import aclosing, suppress
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.frontend import ahead
-from vllm_scope.engine.frontend.connection import connections
+from vllm_scope.engine.frontend.connection import connection_of, connections
 from vllm_scope.engine.frontend.running import Live, lives, refusal_of, running_of, runs
 from vllm_scope.engine.frontend.translators import in_words
 from vllm_scope.engine.params import concerns, names_module, params_of, used_by_vllm
@@ -118,8 +118,7 @@ async def _settled(engine: AsyncLLM, stream: Outputs) -> Outputs:
                 if refused is not None:
                     raise refused
             for pending in _waiting_for(output):
-                connection = connections.of(engine.output_processor)
-                assert connection is not None
+                connection = connection_of(engine.output_processor)
                 await _arrival(pending, connection.deliver_timeout_s)
             yield settle(output)
 
@@ -181,7 +180,8 @@ def _step(original: Callable[..., list[RequestOutput]], self: LLMEngine) -> list
         outputs = []
         pending = _waiting_for(waiting[0][0])
         if pending:
-            _wait(pending[0], POLL_S)
+            with suppress(TimeoutError):
+                pending[0].done.result(POLL_S)
     if not (outputs or waiting):
         return outputs
     connection = connections.of(self.output_processor)
@@ -196,11 +196,6 @@ def _step(original: Callable[..., list[RequestOutput]], self: LLMEngine) -> list
     done = {id(o) for o, _ in ready}
     waiting[:] = [(o, t) for o, t in queue if id(o) not in done]
     return [settle(o) if hasattr(o, "outputs") else o for o, _ in ready]
-
-
-def _wait(pending: Pending, timeout: float) -> None:
-    with suppress(TimeoutError):
-        pending.done.result(timeout)
 
 
 def _multiprocess(engine: LLMEngine) -> bool:

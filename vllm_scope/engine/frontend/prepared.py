@@ -32,7 +32,6 @@ from vllm_scope.results.budget import bytes_of_prompt
 SMALL = 4096
 _NUMBERS = {int, float, bool, type(None)}
 Result = TypeVar("Result")
-NO_TAPS = "this engine was started without vllm-scope; it has no taps."
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -63,16 +62,13 @@ class Prepared(msgspec.Struct, frozen=True):
         return bool(self.asked.taking) or self.asked.policy is not None
 
 
-def prepare(connection: Connection | None, request: EngineCoreRequest) -> Prepared:
+def prepare(connection: Connection, request: EngineCoreRequest) -> Prepared:
     """Check vLLM's request, and return the checked request. Any thread can call this function.
 
     Raises:
         SpecError: the engine cannot run the request.
     """
-    if connection is None:
-        raise SpecError(NO_TAPS)
-    if connection.reason is not None:
-        raise SpecError(f"this model cannot be tapped: {connection.reason}.")
+    connection.require_taps()
     params = request.sampling_params
     spec = Spec.from_json(params.extra_args["scope"])
     if request.resumable:

@@ -38,11 +38,11 @@ from vllm_scope.engine.frontend.connection import (
     Connection,
     connect_async,
     connect_sync,
+    connection_of,
     connections,
     needs_connection,
 )
 from vllm_scope.engine.frontend.prepared import (
-    NO_TAPS,
     Prepared,
     aside,
     is_known,
@@ -187,7 +187,7 @@ def _prepared_of(
     if shared.prepared is None:
         found = _ahead.get()
         if found is None or not _is_of(found, request):
-            found = prepare(connections.of(processor), request)
+            found = prepare(connection_of(processor), request)
         shared.prepared = found
     return shared.prepared
 
@@ -215,9 +215,9 @@ async def _prepare_ahead(
         return None
     if is_quick(params.extra_args["scope"], ids):
         return None
-    connection = connections.of(engine.output_processor)
     request: Any = SimpleNamespace(sampling_params=params, prompt_token_ids=ids, resumable=False)
     with Refusing(translators.decorators_of(params).paths):
+        connection = connection_of(engine.output_processor)
         return await asyncio.to_thread(prepare, connection, request)
 
 
@@ -256,10 +256,8 @@ def _add_to_processor(
     text = request.sampling_params.extra_args["scope"]
     decorators = translators.decorators_of(request.sampling_params)
     with Refusing(decorators.paths):
-        prepared = _prepared_of(self, request, parent_req)
-        connection = connections.of(self)
-        assert connection is not None
-        held = ahead.held_by(self)
+        prepared, held = _prepared_of(self, request, parent_req), ahead.held_by(self)
+        connection = connection_of(self)
         pending = _open(connection, prepared, request, parent_req, request_index, held)
     functions.salt(request, request_index)
     original(self, request, *rest, **kwargs)
@@ -285,10 +283,8 @@ def _translated(
     SamplingParams."""
     prompt = params_of(args, kwargs, 1, "prompt")
     given = used_by_vllm(params_of(args, kwargs, 2), prompt)
-    connection = connections.of(engine.output_processor)
     with Refusing():
-        if connection is None:
-            raise SpecError(NO_TAPS)
+        connection = connection_of(engine.output_processor)
         params = translators.translated(given, applied, connection.sites, connection.saes)
         if params is not given:
             functions.check(params, engine)
@@ -317,8 +313,7 @@ def _add_sync(original: Callable[..., T], self: LLMEngine, *args: object, **kwar
             connect_sync(self)
         params, args, kwargs = _translated(self, applied, args, kwargs)
         if _unknown_modules(self, params):
-            connection = connections.of(self.output_processor)
-            assert connection is not None
+            connection = connection_of(self.output_processor)
             doubts = connection.num_doubts
             connection.learn_modules(self.collective_rpc("scope_modules")[0], doubts)
     states = self.output_processor.request_states
@@ -364,8 +359,7 @@ def _add_async(
         extra = params.extra_args or {}
         large = () if is_known(extra.get("scope")) else extra
         if await aside(_unknown_modules, self, params, if_large=large):
-            connection = connections.of(self.output_processor)
-            assert connection is not None
+            connection = connection_of(self.output_processor)
             doubts = connection.num_doubts
             connection.learn_modules((await self.collective_rpc("scope_modules"))[0], doubts)
         with prepared_as(_ahead.get() or await _prepare_ahead(self, params, prompt)):
@@ -394,8 +388,8 @@ async def _add_one_async(
     ):
         found = _shared_of(parent_req).prepared
         if found is None:
-            connection = connections.of(self.output_processor)
             with Refusing(translators.decorators_of(params).paths):
+                connection = connection_of(self.output_processor)
                 found = await asyncio.to_thread(prepare, connection, request)
     with prepared_as(found):
         try:

@@ -21,11 +21,8 @@ import torch
 from msgspec.structs import replace
 
 from vllm_scope.engine.frontend.alike import Alike, asking
-from vllm_scope.engine.frontend.connection import (
-    Connection,
-    connections,
-)
-from vllm_scope.engine.frontend.prepared import NO_TAPS, Prepared
+from vllm_scope.engine.frontend.connection import connection_of
+from vllm_scope.engine.frontend.prepared import Prepared
 from vllm_scope.engine.frontend.sweep_bounds import (
     Bounded,
     NoTokenizer,
@@ -102,7 +99,8 @@ class Sweeping:
         share = number(share, "share")
         if not 0 < share <= 1:
             raise SpecError(f"share is {shown(share)}; it must be above 0 and at most 1.")
-        self._connection = _connection_of(engine)
+        self._connection = connection_of(engine.output_processor)
+        self._connection.require_taps()
         config = engine.vllm_config
         model = config.model_config
         bounded = Bounded(tokenizer or engine.tokenizer or NoTokenizer(), model)
@@ -332,13 +330,3 @@ def params_of(token_ids: tuple[int, ...]) -> Any:
         temperature=0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True, **(asked if token_ids else {"logprobs": -1}),
     )  # fmt: skip
-
-
-def _connection_of(engine: Engine) -> Connection:
-    """The engine's Connection. Raises SpecError if the engine's model has no taps."""
-    connection = connections.of(engine.output_processor)
-    if connection is None:
-        raise SpecError(NO_TAPS)
-    if connection.reason is not None:
-        raise SpecError(f"this model cannot be tapped: {connection.reason}.")
-    return connection

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_scope.engine import control, wrapping
 from vllm_scope.engine.frontend import translators
-from vllm_scope.engine.frontend.connection import connections
+from vllm_scope.engine.frontend.connection import connection_of
 from vllm_scope.engine.frontend.outputs import Outputs, outdated, settle
 from vllm_scope.engine.frontend.prepared import aside
 from vllm_scope.engine.frontend.running import runs
@@ -232,8 +232,7 @@ async def _followed(answer: Answer, prompt: int, engine: AsyncLLM, stream: Outpu
     try:
         async with aclosing(stream):
             async for output in stream:
-                connection = connections.of(engine.output_processor)
-                assert connection is not None
+                connection = connection_of(engine.output_processor)
                 answer.holds = connection.limits.optimistic
                 _take(answer, prompt, output)
                 if answer.streams and not answer.holds and answer.waits:

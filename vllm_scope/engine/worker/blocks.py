@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import partial
 
 from torch import nn
 
-from vllm_scope.errors import CompatError, ConfigError
+from vllm_scope.errors import CompatError
 from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.graph.anatomy.parts import INPUTS, input_of
 from vllm_scope.graph.anatomy.source import forward_of, is_norm
+from vllm_scope.graph.anatomy.tapped import refused_layer
 from vllm_scope.request.sites import BLOCK_SITES, Place, Sites
 
 
@@ -42,18 +44,14 @@ def _block_in(layer: nn.Module, place: Place) -> nn.Module:
         here = list(_attentions(layer))
     else:
         here = [child for child in layer.children() if _is_mlp(child)]
-    words = (
-        f"additional_config['scope'].sites has {place.site!r}, and layer {place.layer} "
-        f"({type(layer).__name__})"
-    )
-    leave = "Leave the site out, or the layer out of additional_config['scope'].layers."
+    refused = partial(refused_layer, place.site, place.layer, layer)
     what = "attention" if place.site == "attn_in" else "MLP"
     if len(here) != 1:
-        raise ConfigError(f"{words} has {len(here)} modules that are its {what}. {leave}")
+        raise refused(f"has {len(here)} modules that are its {what}")
     if input_of(type(here[0])) is None:
-        raise ConfigError(
-            f"{words} has an {what} ({type(here[0]).__name__}) whose forward has no parameter "
-            f"{' or '.join(INPUTS)}. {leave}"
+        raise refused(
+            f"has an {what} ({type(here[0]).__name__}) whose forward has no parameter "
+            f"{' or '.join(INPUTS)}"
         )
     return here[0]
 

@@ -1,6 +1,6 @@
 """Reads one row at every tap of a loaded model, before the model serves requests.
 
-Owns:  `silent_taps`, `rows_at`, `row_at`.
+Owns:  `silent_taps`, `rows_at`.
 Runs:  in every worker, once, after compilation and warm-up.
 
 vLLM can load a compiled graph without taps from its cache. A graph without taps computes the right
@@ -10,14 +10,13 @@ a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_scope.graph.tap.tables import Tables
-from vllm_scope.program.layout import Widths
 from vllm_scope.program.operations import Program
 from vllm_scope.request.sites import boundary_of_point, point_of
 
@@ -25,15 +24,18 @@ from vllm_scope.request.sites import boundary_of_point, point_of
 #: numbers are POISON. The value is exact in bf16 and fp16.
 POISON = -1280.0
 
+#: A function that first calls its argument, which plans a step. Then the function runs a forward of
+#: one dummy token, and returns the model's output.
+Forward = Callable[[Callable[[], None]], object]
+
 
 def rows_at(
-    boundaries: tuple[int, ...],
-    widths: Widths,
+    boundaries: Sequence[int],
     tables: Tables,
     slots: Tensor,
     first_slot: int,
     to_host: bool,
-    forward: Callable[[Callable[[], None]], object],
+    forward: Forward,
 ) -> dict[int, Tensor]:
     """The rows of all taps in one dummy forward, by boundary. Each row is a flat copy on the CPU,
     with the padding of its last slot.
@@ -43,52 +45,8 @@ def rows_at(
         slots: the slots that the taps write, as [n, elements of a slot], in the model's dtype.
         first_slot: the index of the first of `slots` in the arena, or in host memory.
         to_host: True if `slots` are in host memory.
-        forward: a function that calls its argument, and then runs a forward of one dummy token.
     """
     program = Program.reading(tuple(point_of(boundary, 0) for boundary in boundaries))
-    found = _read(program, tables, slots, first_slot, to_host, forward)
-    return {
-        boundary_of_point(point): found[first + i * num_slots :][:num_slots].flatten()
-        for _, points, first, num_slots in program.layout.rows_at(widths)
-        for i, point in enumerate(points)
-    }
-
-
-def silent_taps(found: Mapping[int, Tensor]) -> list[int]:
-    """The boundaries whose taps wrote nothing.
-
-    Args:
-        found: the result of `rows_at`.
-    """
-    return [boundary for boundary, row in found.items() if not (row.float() != POISON).any()]
-
-
-def row_at(
-    boundary: int,
-    tables: Tables,
-    slots: Tensor,
-    first_slot: int,
-    forward: Callable[[Callable[[], None]], object],
-) -> Tensor:
-    """The row of one tap in a dummy forward, as a flat copy on the CPU with the last slot's
-    padding.
-
-    Args:
-        slots, first_slot, forward: the same as for `rows_at`. The slots are in the arena.
-    """
-    program = Program.reading((point_of(boundary, 0),))
-    return _read(program, tables, slots, first_slot, False, forward).flatten()
-
-
-def _read(
-    program: Program,
-    tables: Tables,
-    slots: Tensor,
-    first_slot: int,
-    to_host: bool,
-    forward: Callable[[Callable[[], None]], object],
-) -> Tensor:
-    """A copy, on the CPU, of the slots that a dummy forward has written."""
     slots.fill_(POISON)
     tables.begin_step()
 
@@ -105,6 +63,20 @@ def _read(
         forward(plan)
         if slots.is_cuda or to_host:
             torch.cuda.synchronize()
-        return slots.to("cpu", copy=True)
+        found = slots.to("cpu", copy=True)
     finally:
         tables.clear_step()
+    return {
+        boundary_of_point(point): found[first + i * num_slots :][:num_slots].flatten()
+        for _, points, first, num_slots in program.layout.rows_at(tables.widths)
+        for i, point in enumerate(points)
+    }
+
+
+def silent_taps(found: Mapping[int, Tensor]) -> list[int]:
+    """The boundaries whose taps wrote nothing.
+
+    Args:
+        found: the result of `rows_at`.
+    """
+    return [boundary for boundary, row in found.items() if not (row.float() != POISON).any()]

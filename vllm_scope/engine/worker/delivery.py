@@ -52,7 +52,7 @@ IDLE_COUNTERS: dict[str, object] = {
 class WorkerDelivery:
     """The ring, the drain and the sinks of one worker.
 
-    Methods: `add_request`, `finish_request`, `close`. The worker submits steps to `drain`.
+    The worker submits steps to `drain`.
 
     Attributes:
         widths: the widths of raw rows.
@@ -212,10 +212,6 @@ class WorkerDelivery:
             self.router.expect_end(key, ended)
         self.drain.finish_request(key, error)  # also ends the request in `store`
 
-    def describe(self) -> dict[str, list[str]]:
-        """The kinds of actions that can name each sink, by the name of the sink."""
-        return self.router.takes
-
     def counters(self) -> dict[str, object]:
         self.memory.reclaim()
         return {
@@ -228,9 +224,6 @@ class WorkerDelivery:
                 "wait_ms": self.ring.wait_ms,
             },
         }
-
-    def flush(self) -> dict[str, str | None]:
-        return self.router.flush()
 
     def close(self) -> None:
         self.drain.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
@@ -21,7 +21,7 @@ from vllm_scope.config import ScopeConfig
 from vllm_scope.engine.vllm_types import Worker
 from vllm_scope.engine.worker.attention import attention_of, heads_here
 from vllm_scope.engine.worker.blocks import blocks_of
-from vllm_scope.engine.worker.canary import row_at, rows_at, silent_taps
+from vllm_scope.engine.worker.canary import Forward, rows_at, silent_taps
 from vllm_scope.engine.worker.mlp import projections_of
 from vllm_scope.engine.worker.router import routers_of
 from vllm_scope.engine.worker.sizes import Limits, Sizes, check_memory
@@ -34,7 +34,7 @@ from vllm_scope.graph.anatomy.tapped import install_taps
 from vllm_scope.graph.tap import op
 from vllm_scope.graph.tap.program_tables import capacity
 from vllm_scope.graph.tap.tables import Tables
-from vllm_scope.program.layout import SLOT_BYTES, Widths
+from vllm_scope.program.layout import SLOT_BYTES
 from vllm_scope.request.sites import (
     ATTENTION_SITES,
     MLP_SITE,
@@ -48,10 +48,6 @@ from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
 
 logger = logging.getLogger("vllm.vllm_scope")
-
-#: A function that first calls its argument, which plans a step. Then the function runs a forward of
-#: one dummy token, and returns the model's output.
-Forward = Callable[[Callable[[], None]], object]
 
 
 @dataclass(frozen=True)
@@ -94,15 +90,7 @@ def load_taps(
         ConfigError: `arena_mib` is too small, or options need more memory than is free.
     """
     vllm_config, device = worker.vllm_config, worker.device
-    dtype = vllm_config.model_config.dtype
-    captured = vllm_config.compilation_config.cudagraph_capture_sizes or [0]
-    sizes = Sizes(
-        Widths.of(sites.row_sizes, dtype.itemsize),
-        sites.boundaries,
-        int(vllm_config.scheduler_config.max_num_batched_tokens),
-        max(captured),
-        device.type == "cuda",
-    )
+    sizes = Sizes.of(vllm_config, sites, device.type == "cuda")
     # A captured graph can have more rows than the scheduler's own limit.
     max_rows = max(sizes.max_rows, sizes.graph_rows)
     num_slots = sizes.arena_slots(config)
@@ -113,7 +101,7 @@ def load_taps(
         sites.boundaries, max_rows, sites.hidden_size, sizes.widths, device, config.vectors_mib,
         reports=reports, states_mib=config.states_mib,
     )  # fmt: skip
-    arena = Arena(num_slots, dtype, device)
+    arena = Arena(num_slots, vllm_config.model_config.dtype, device)
     most = capacity(sites.vector_size, config.vectors_mib)
     limits = sizes.limits(num_slots, most, optimistic, len(tables.log))
     op.register()
@@ -122,8 +110,7 @@ def load_taps(
 
         # The kernels are loaded now, because kernels cannot be loaded while a graph is captured.
         load_variants(arena.slots, tables, sites.row_sizes)
-    tap_of = {boundary: tap for tap, boundary in enumerate(sites.boundaries)}
-    here = install_all_taps(anatomy, tap_of, arena.slots, tables, sites)
+    here = install_all_taps(anatomy, arena.slots, tables, sites)
     return Loaded(here, sizes, limits, tables, arena)
 
 
@@ -191,11 +178,11 @@ def _splits_of(sites: Sites, num_ranks: int) -> dict[str, Split]:
 
 
 def install_all_taps(
-    anatomy: Anatomy, tap_of: Mapping[int, int], arena: Tensor, tables: Tables, sites: Sites
+    anatomy: Anatomy, arena: Tensor, tables: Tables, sites: Sites
 ) -> tuple[int, ...]:
     """Install all taps. Returns the boundaries with a tap on this worker. The arguments and errors
     are those of `install_taps`, `install_attention_taps` and `install_part_taps`."""
-    where = (anatomy, tap_of, arena, tables)
+    where = (anatomy, arena, tables)
     # `install_taps` runs first, so that the model is unchanged if `install_taps` raises an error.
     stream = install_taps(*where)
     inner = (*install_attention_taps(*where, sites), *install_part_taps(*where, sites))
@@ -203,12 +190,7 @@ def install_all_taps(
 
 
 def check_taps(
-    here: tuple[int, ...],
-    widths: Widths,
-    tables: Tables,
-    arena: Arena,
-    ring: HostRing | None,
-    forward: Forward,
+    here: Sequence[int], tables: Tables, arena: Arena, ring: HostRing | None, forward: Forward
 ) -> None:
     """Check that every tap writes a row to the arena. On a GPU, a rank that delivers rows also
     checks that every tap writes a row to host memory.
@@ -222,10 +204,10 @@ def check_taps(
     """
 
     def silent(slots: Tensor, first_slot: int, to_host: bool) -> set[int]:
-        found = rows_at(here, widths, tables, slots, first_slot, to_host, forward)
+        found = rows_at(here, tables, slots, first_slot, to_host, forward)
         return set(silent_taps(found))
 
-    num_slots = sum(widths.row_slots[kind_of(boundary)] for boundary in here)
+    num_slots = sum(tables.widths.row_slots[kind_of(boundary)] for boundary in here)
     region = arena.acquire(num_slots)
     found = silent(arena.view(region), region.start, False)
     arena.give_back(region)
@@ -260,23 +242,18 @@ def _why_silent(found: Collection[int], here: Collection[int]) -> str:
 
 
 def compiled_rows(
-    boundaries: tuple[int, ...],
-    sites: Sites,
-    widths: Widths,
-    tables: Tables,
-    arena: Arena,
-    forward: Forward,
+    boundaries: Sequence[int], tables: Tables, arena: Arena, forward: Forward
 ) -> dict[int, Tensor]:
     """The row of each tap in a dummy forward, by boundary on the stream: [hidden_size], float32,
     CPU."""
-    region = arena.acquire(len(boundaries) * widths.row_slots[STREAM])
-    found = rows_at(boundaries, widths, tables, arena.view(region), region.start, False, forward)
+    region = arena.acquire(len(boundaries) * tables.widths.row_slots[STREAM])
+    found = rows_at(boundaries, tables, arena.view(region), region.start, False, forward)
     arena.give_back(region)
-    return {boundary: row[: sites.hidden_size].float() for boundary, row in found.items()}
+    return {boundary: row[: tables.hidden_size].float() for boundary, row in found.items()}
 
 
 def last_rows(
-    sites: Sites, widths: Widths, tables: Tables, arena: Arena, forward: Forward
+    sites: Sites, tables: Tables, arena: Arena, forward: Forward
 ) -> tuple[Tensor, Tensor]:
     """Two rows of one dummy forward: the row after the last layer, and the row that the model
     returned.
@@ -288,11 +265,11 @@ def last_rows(
         CompatError: the model's output is not a tensor of rows of the stream's width.
     """
     out: list[object] = []
-    num_slots = widths.row_slots[STREAM]
-    region = arena.acquire(num_slots)
-    found = row_at(
-        Place("resid_post", sites.num_layers - 1).boundary, tables, arena.view(region),
-        region.start, lambda plan: out.append(forward(plan)),
+    last = Place("resid_post", sites.num_layers - 1).boundary
+    region = arena.acquire(tables.widths.row_slots[STREAM])
+    found = rows_at(
+        (last,), tables, arena.view(region), region.start, False,
+        lambda plan: out.append(forward(plan)),
     )  # fmt: skip
     arena.give_back(region)
     (hidden,) = out
@@ -303,5 +280,5 @@ def last_rows(
             f"the model returns rows of {hidden.shape[-1]:,} numbers, and the stream has "
             f"{sites.hidden_size:,}, so that it does more after its layers than a norm"
         )
-    row = found[: sites.hidden_size].to(arena.slots.device)
+    row = found[last][: sites.hidden_size].to(arena.slots.device)
     return row, hidden.view(-1, sites.hidden_size)[0]

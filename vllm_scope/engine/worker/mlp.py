@@ -11,6 +11,7 @@ if the width of the projection's input is not the configured width.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -18,13 +19,13 @@ from torch import nn
 from vllm_scope.engine.vllm_types import VllmConfig
 from vllm_scope.errors import ConfigError
 from vllm_scope.graph.anatomy.layers import Anatomy
+from vllm_scope.graph.anatomy.tapped import refused_layer
 from vllm_scope.request.sites import MLP_SITE, Place, Sites
 
 #: The names that configurations use for the width of the MLP. In GPT-2 and Falcon, the width None
 #: means four times the hidden size. Bloom always has four times the hidden size, and has none of
 #: these names.
 _NAMES = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
-_NAMED = f"additional_config['scope'].sites has {MLP_SITE!r}"
 
 
 def mlp_size_of(vllm_config: VllmConfig) -> int:
@@ -39,13 +40,13 @@ def mlp_size_of(vllm_config: VllmConfig) -> int:
     size = next((one for one in given if one is not None), 4 * model.get_hidden_size())
     if not isinstance(size, int):
         raise ConfigError(
-            f"{_NAMED}, and this model's layers have MLPs of several widths ({size}): rows of a "
-            "site are of one width here. Leave the site out."
+            f"additional_config['scope'].sites has {MLP_SITE!r}, and this model's layers have MLPs "
+            f"of several widths ({size}): rows of a site are of one width here. Leave the site out."
         )
     return size
 
 
-def projections_of(anatomy: Anatomy, sites: Sites, num_ranks: int = 1) -> dict[int, nn.Module]:
+def projections_of(anatomy: Anatomy, sites: Sites, num_ranks: int) -> dict[int, nn.Module]:
     """Maps each layer whose `mlp_post` is tapped to the down projection of the layer's MLP.
 
     Args:
@@ -64,24 +65,23 @@ def projections_of(anatomy: Anatomy, sites: Sites, num_ranks: int = 1) -> dict[i
 
 def _projection_in(layer: nn.Module, number: int, size: int | None, num_ranks: int) -> nn.Module:
     here = list(_projections(layer))
-    words = f"{_NAMED}, and layer {number} ({type(layer).__name__})"
-    leave = "Leave the site out, or the layer out of additional_config['scope'].layers."
+    refused = partial(refused_layer, MLP_SITE, number, layer)
     if any("experts" in name for name, _ in layer.named_modules()):
-        raise ConfigError(f"{words} has experts, each with an MLP of its own. {leave}")
+        raise refused("has experts, each with an MLP of its own")
     if len(here) != 1:
-        raise ConfigError(f"{words} has {len(here)} down projections outside attention. {leave}")
+        raise refused(f"has {len(here)} down projections outside attention")
     module, linear = here[0]
     width = int(linear.input_size)
     if width != size:
-        raise ConfigError(
-            f"{words} has an MLP of width {width}, and the model's configuration says {size}: "
-            f"rows of a site are of one width here. {leave}"
+        raise refused(
+            f"has an MLP of width {width}, and the model's configuration says {size}: rows of a "
+            "site are of one width here"
         )
     parted = linear.input_is_parallel and linear.input_size_per_partition * num_ranks == width
     if num_ranks > 1 and not parted:
-        raise ConfigError(
-            f"{words} has a down projection whose input the {num_ranks} tensor-parallel ranks do "
-            f"not share in equal parts. {leave}"
+        raise refused(
+            f"has a down projection whose input the {num_ranks} tensor-parallel ranks do not share "
+            "in equal parts"
         )
     return module
 

@@ -60,12 +60,11 @@ class Proved:
 
 
 def proved_anatomy(
-    runner: ModelRunner, version: str, config: VllmConfig, sites: Sites, groups: Sequence[Any]
+    runner: ModelRunner, config: VllmConfig, sites: Sites, groups: Sequence[Any]
 ) -> Proved:
     """The anatomy of a loaded model without taps, checked against the numbers of a forward.
 
     Args:
-        version: the runner's version, "V1" or "V2".
         groups: vLLM's groups of ranks that must agree. The groups exchange their answers one after
             another.
 
@@ -82,10 +81,10 @@ def proved_anatomy(
                 anatomy_of(runner.get_model(), config), sites,
                 config.parallel_config.tensor_parallel_size,
             )  # fmt: skip
-            findings = _findings(runner, version, config, anatomy, sites)
+            findings = _findings(runner, config, anatomy, sites)
             proved = Proved(anatomy, () if findings is None else findings.moved)
         except UnreadError as error:
-            proved = _proved_by_numbers(runner, version, config, str(error))
+            proved = _proved_by_numbers(runner, config, str(error))
     except CompatError as error:
         reason = str(error)
     reason = agreed(reason, groups)
@@ -115,12 +114,12 @@ def agreed(reason: str | None, groups: Sequence[Any]) -> str | None:
 
 
 def _findings(
-    runner: ModelRunner, version: str, config: VllmConfig, anatomy: Anatomy, sites: Sites
+    runner: ModelRunner, config: VllmConfig, anatomy: Anatomy, sites: Sites
 ) -> Findings | None:
     """The findings of a forward; None if the forward or their computation fails. In this case, only
     the source proves the anatomy."""
     try:
-        watch = _watched(Watch(anatomy), runner, version, config)
+        watch = _watched(Watch(anatomy), runner, config)
         middles, dtype = _middles(anatomy, sites), config.model_config.dtype
         return find_faults(anatomy, middles, watch, dtype, _attention_sizes(anatomy, sites))
     except CompatError:
@@ -143,19 +142,17 @@ def _attention_sizes(anatomy: Anatomy, sites: Sites) -> dict[str, int]:
     }
 
 
-def _watched(watch: Watch, runner: ModelRunner, version: str, config: VllmConfig) -> Watch:
+def _watched(watch: Watch, runner: ModelRunner, config: VllmConfig) -> Watch:
     """Run an uncompiled forward of dummy tokens, which the watch records. Returns the watch."""
     from vllm.config import set_current_vllm_config
 
     num_tokens = min(_NUM_TOKENS, int(config.scheduler_config.max_num_batched_tokens))
     with set_current_vllm_config(config), _uncompiled(runner), watch:
-        runners.dummy_forward(runner, version, lambda: None, num_tokens)
+        runners.dummy_forward(runner, lambda: None, num_tokens)
     return watch
 
 
-def _proved_by_numbers(
-    runner: ModelRunner, version: str, config: VllmConfig, unread: str
-) -> Proved:
+def _proved_by_numbers(runner: ModelRunner, config: VllmConfig, unread: str) -> Proved:
     """The only possible anatomy with which the numbers of a forward agree.
 
     Raises:
@@ -164,8 +161,8 @@ def _proved_by_numbers(
     dtype = config.model_config.dtype
     anatomies = supposed_anatomies_of(runner.get_model(), config, unread)
     try:
-        watch = _watched(Watch(anatomies[0]), runner, version, config)
-        plain = _watched(Watch(anatomies[0], noise=False), runner, version, config)
+        watch = _watched(Watch(anatomies[0]), runner, config)
+        plain = _watched(Watch(anatomies[0], noise=False), runner, config)
     except Exception as error:
         raise CompatError(
             f"{unread}, and the forward whose numbers could show the stream failed "

@@ -11,16 +11,18 @@ width of this router is not the configured number of experts. Every rank has the
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 
 from vllm_scope.engine.vllm_types import VllmConfig
 from vllm_scope.errors import ConfigError
 from vllm_scope.graph.anatomy.layers import Anatomy
+from vllm_scope.graph.anatomy.tapped import refused_layer
 from vllm_scope.request.sites import ROUTER_SITE, SITES, Place, Sites
 
 #: The names that models use for the router in a layer.
 _NAMES = ("gate", "router", "router_gate")
-_NAMED = f"additional_config['scope'].sites has {ROUTER_SITE!r}"
 
 
 def num_experts_of(vllm_config: VllmConfig) -> int:
@@ -34,8 +36,8 @@ def num_experts_of(vllm_config: VllmConfig) -> int:
     if found < 1:
         others = ", ".join(site for site in SITES if site != ROUTER_SITE)
         raise ConfigError(
-            f"{_NAMED}, and vLLM's configuration of this model has no experts. Leave "
-            f"the site out; others are {others}. "
+            f"additional_config['scope'].sites has {ROUTER_SITE!r}, and vLLM's configuration of "
+            f"this model has no experts. Leave the site out; others are {others}. "
             "'vllm-scope doctor MODEL' says which of them this model has."
         )
     return found
@@ -63,16 +65,13 @@ def _router_in(layer: nn.Module, number: int, num_experts: int | None) -> nn.Mod
         module for name, module in layer.named_modules()
         if name.rpartition(".")[2] in _NAMES and isinstance(module, ReplicatedLinear)
     ]  # fmt: skip
-    words = f"{_NAMED}, and layer {number} ({type(layer).__name__})"
-    leave = "Leave the site out, or the layer out of additional_config['scope'].layers."
+    refused = partial(refused_layer, ROUTER_SITE, number, layer)
     if len(here) != 1:
-        raise ConfigError(
-            f"{words} has {len(here)} routers of experts that are known here. {leave}"
-        )
+        raise refused(f"has {len(here)} routers of experts that are known here")
     router: ReplicatedLinear = here[0]
     if router.output_size != num_experts:
-        raise ConfigError(
-            f"{words} has a router for {router.output_size} experts, and the model's "
-            f"configuration says {num_experts}: rows of a site are of one width here. {leave}"
+        raise refused(
+            f"has a router for {router.output_size} experts, and the model's configuration says "
+            f"{num_experts}: rows of a site are of one width here"
         )
     return router  # type: ignore[no-any-return]

@@ -75,9 +75,7 @@ def attach(
         sampling.wrap()
 
 
-def dummy_forward(
-    runner: ModelRunner, version: str, plan: Callable[[], None], num_tokens: int = 1
-) -> object:
+def dummy_forward(runner: ModelRunner, plan: Callable[[], None], num_tokens: int = 1) -> object:
     """Call `plan`, then run one forward of dummy tokens, without attention, KV cache or CUDA
     graph.
 
@@ -86,7 +84,7 @@ def dummy_forward(
     """
     plan()
     run = getattr(runner, "scope_dummy_run", runner._dummy_run)  # `attach` sets scope_dummy_run
-    skips = {"skip_attn": True} if version == "V2" else {}
+    skips = {"skip_attn": True} if version_of(runner) == "V2" else {}
     with _zero_attention(runner):
         out = run(num_tokens, **skips, skip_eplb=True, is_profile=True)
     return out[0] if isinstance(out, tuple) else None

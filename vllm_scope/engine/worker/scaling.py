@@ -37,7 +37,7 @@ class _Scaled:
 
 
 class Scaling:
-    """Requests whose scales can change. Methods: `add_request`, `begin_step`, `finish_request`."""
+    """Requests whose scales can change."""
 
     def __init__(self, planner: Planner, compile_: Compile) -> None:
         self._planner, self._compile = planner, compile_

@@ -13,10 +13,11 @@ from functools import lru_cache
 import msgspec
 
 from vllm_scope.config import ScopeConfig
+from vllm_scope.engine.vllm_types import VllmConfig
 from vllm_scope.errors import CapacityError, ConfigError
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, boundaries_of
 from vllm_scope.program.operations import Cost
-from vllm_scope.request.sites import kind_of
+from vllm_scope.request.sites import Sites, kind_of
 
 #: Without `arena_mib`, the size in bytes of the largest arena on a CPU, unless one tap of the
 #: largest step needs more.
@@ -142,6 +143,15 @@ class Sizes:
     max_rows: int
     graph_rows: int
     cuda: bool
+
+    @staticmethod
+    def of(vllm_config: VllmConfig, sites: Sites, cuda: bool) -> Sizes:
+        """The Sizes of a worker of this engine."""
+        captured = vllm_config.compilation_config.cudagraph_capture_sizes or [0]
+        return Sizes(
+            Widths.of(sites.row_sizes, vllm_config.model_config.dtype.itemsize), sites.boundaries,
+            int(vllm_config.scheduler_config.max_num_batched_tokens), max(captured), cuda,
+        )  # fmt: skip
 
     @property
     def _row_slots(self) -> list[int]:

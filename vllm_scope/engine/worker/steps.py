@@ -38,8 +38,6 @@ MOST_DIRECT_BYTES = 1 << 20
 class Steps:
     """The steps of one worker with taps. Implements tap.op.StepRoute.
 
-    Methods: `begin`, `end`, and `clear` before a forward without a plan.
-
     Args:
         boundaries: the boundaries of the whole model's taps, in the order of the taps' numbers.
         delivery: the worker's WorkerDelivery; None on a rank that delivers no rows.

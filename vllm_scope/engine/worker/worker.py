@@ -34,16 +34,11 @@ from vllm_scope.engine.monitors import configured, untapped
 from vllm_scope.engine.vllm_types import ModelRunner, NewRequestData, Worker
 from vllm_scope.engine.worker import runners
 from vllm_scope.engine.worker.attention import kernel_of
+from vllm_scope.engine.worker.canary import Forward
 from vllm_scope.engine.worker.delivery import IDLE_COUNTERS, NOBODY, WorkerDelivery
 from vllm_scope.engine.worker.faults import Faults
 from vllm_scope.engine.worker.holding import held_saes
-from vllm_scope.engine.worker.loading import (
-    Forward,
-    check_taps,
-    compiled_rows,
-    last_rows,
-    load_taps,
-)
+from vllm_scope.engine.worker.loading import check_taps, compiled_rows, last_rows, load_taps
 from vllm_scope.engine.worker.own_lens import OwnLens
 from vllm_scope.engine.worker.proving import Proved, agreed, proved_anatomy
 from vllm_scope.engine.worker.replies import Connected, Described
@@ -74,12 +69,9 @@ T = TypeVar("T")
 class ScopeWorker:
     """The taps of one worker, and the worker's requests with taps.
 
-    Methods: `load`, `check_canary`, `add_requests`, `finish_requests`, `close`. `steps` plans each
-    forward.
-
     Attributes:
         reason: why the model cannot be tapped; None if it can be tapped.
-        steps: the worker's Steps; None if the model cannot be tapped.
+        steps: plans each forward; None if the model cannot be tapped.
         lens: the worker's OwnLens; None if the model cannot be tapped.
         here: boundaries with a tap on this worker.
     """
@@ -148,9 +140,7 @@ class ScopeWorker:
     def _tap_model(self, runner: ModelRunner, groups: Sequence[object]) -> None:
         """Install taps. Raises CompatError if the model must be served without taps."""
         self.runner_version = runners.version_of(runner)
-        proved = self._proved = proved_anatomy(
-            runner, self.runner_version, self._vllm_config, self.sites, groups
-        )
+        proved = self._proved = proved_anatomy(runner, self._vllm_config, self.sites, groups)
         anatomy = proved.anatomy
         split = anatomy.splits.get("q")
         gather = None if split is None else split.gather
@@ -232,11 +222,11 @@ class ScopeWorker:
         def forward(plan: Callable[[], None]) -> object:
             steps.active = True
             with set_current_vllm_config(self._vllm_config):
-                return runners.dummy_forward(self._worker.model_runner, self.runner_version, plan)
+                return runners.dummy_forward(self._worker.model_runner, plan)
 
         ring = None if self._delivery is None else self._delivery.ring
         try:
-            check_taps(self.here, self.limits.widths, self._tables, self._arena, ring, forward)
+            check_taps(self.here, self._tables, self._arena, ring, forward)
             self._check_rows(forward)
             if self.reason is None and self.lens is not None:
                 self._begin_lens(self.lens, forward)
@@ -252,9 +242,7 @@ class ScopeWorker:
         if proved is None or proved.anatomy.unread is None:
             return
         try:
-            rows = compiled_rows(
-                self.here, self.sites, self.limits.widths, self._tables, self._arena, forward
-            )
+            rows = compiled_rows(self.here, self._tables, self._arena, forward)
             dtype = self._vllm_config.model_config.dtype
             compare_compiled(rows, proved.rows, proved.anatomy.unread, dtype)
         except CompatError as error:
@@ -277,7 +265,7 @@ class ScopeWorker:
         """If the model's lens can be applied, give the lens to the packer."""
         delivery = self._delivery
         self._pair_makers |= lens.begin(
-            lambda: last_rows(self.sites, self.limits.widths, self._tables, self._arena, forward),
+            lambda: last_rows(self.sites, self._tables, self._arena, forward),
             (lambda call: None) if delivery is None else delivery.drain.warm,
         )
 
@@ -334,9 +322,7 @@ class ScopeWorker:
                 self._add_request(request, entrant, news.held.get(request.req_id))
         self._heard.forget(news)
 
-    def _add_request(
-        self, request: NewRequestData, entrant: Entrant, made: Held | None = None
-    ) -> None:
+    def _add_request(self, request: NewRequestData, entrant: Entrant, made: Held | None) -> None:
         """Plan one request. If the request cannot be planned, answer the request with the reason.
 
         Args:
@@ -605,7 +591,7 @@ class ScopeWorker:
             "taps_here": list(self.here) if tapped else [],
             "arena_mib": self._arena.num_bytes / 2**20 if tapped else 0.0,
             "limits": msgspec.to_builtins(limits),
-            "sinks": self._delivery.describe() if self._delivery is not None else {},
+            "sinks": self._delivery.router.takes if self._delivery is not None else {},
             "lens": None if self.lens is None else self.lens.reason,
             "lenses": {} if self.lens is None else self.lens.describe(),
         }
@@ -631,4 +617,4 @@ class ScopeWorker:
     def flush(self) -> dict[str, str | None]:
         """Make ended requests visible at every sink. Returns the error or None for each sink, by
         name."""
-        return self._delivery.flush() if self._delivery is not None else {}
+        return self._delivery.router.flush() if self._delivery is not None else {}

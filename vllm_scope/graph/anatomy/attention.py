@@ -23,7 +23,7 @@ from vllm_scope.request.sites import ATTENTION_SITES, Place, Sites
 
 
 def install_attention_taps(
-    anatomy: Anatomy, tap_of: Mapping[int, int], arena: Tensor, tables: Tables, sites: Sites
+    anatomy: Anatomy, arena: Tensor, tables: Tables, sites: Sites
 ) -> tuple[int, ...]:
     """Add taps to the attention of this worker's layers. The arguments that are not described here
     are the same as in `install_taps`.
@@ -37,9 +37,9 @@ def install_attention_taps(
     tapped: list[int] = []
     for number, module in sorted(anatomy.attention.items()):
         every = {site: Place(site, number).boundary for site in ATTENTION_SITES}
-        here = {site: boundary for site, boundary in every.items() if boundary in tap_of}
+        here = {site: boundary for site, boundary in every.items() if boundary in tables.tap_of}
         if here:
-            give_buffers(module, here, tap_of, arena, tables)
+            give_buffers(module, here, arena, tables)
             sizes = {site: sites.row_size(site) for site in here}
             module.__class__ = _tapped_attention(type(module), sizes, anatomy.splits)
         tapped += here.values()

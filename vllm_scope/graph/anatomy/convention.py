@@ -24,12 +24,11 @@ from __future__ import annotations
 
 import ast
 import enum
-from copy import deepcopy
 
 from torch import nn
 
 from vllm_scope.errors import CompatError
-from vllm_scope.graph.anatomy.source import forward_of, is_norm
+from vllm_scope.graph.anatomy.source import forward_of, is_norm, settled
 
 
 class Convention(enum.Enum):
@@ -210,18 +209,12 @@ def _returns_none(layer: ast.FunctionDef) -> bool:
 
 def _without_residual(loop: ast.FunctionDef) -> ast.FunctionDef:
     """The forward of a model, without the branches that need a residual."""
-    settled = _NoResidual().visit(deepcopy(loop))
-    assert isinstance(settled, ast.FunctionDef)
-    return settled
-
-
-class _NoResidual(ast.NodeTransformer):
-    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
-        self.generic_visit(node)
-        if not _asks_for_no_residual(node.test):
-            return node
-        there = ast.unparse(node.test) == "residual is not None"
-        return (node.orelse if there else node.body) or ast.copy_location(ast.Pass(), node)
+    answers = {
+        (node.lineno, node.col_offset): ast.unparse(node.test) != "residual is not None"
+        for node in ast.walk(loop)
+        if isinstance(node, ast.If) and _asks_for_no_residual(node.test)
+    }
+    return settled(loop, answers)
 
 
 def _joins_residual(forward: ast.FunctionDef, model: nn.Module) -> bool:

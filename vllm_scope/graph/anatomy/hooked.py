@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vllm_scope.errors import CompatError
 from vllm_scope.graph.anatomy.convention import Convention
 from vllm_scope.graph.anatomy.layers import Anatomy
-from vllm_scope.graph.anatomy.tapped import rebuilt
+from vllm_scope.graph.anatomy.tapped import parameters, rebuilt
 
 #: The arguments are the layer's number, True before the layer runs or False after it, and the
 #: tensors `hidden` and `residual`. The stream is `hidden`, or hidden + residual if there is a
@@ -34,7 +34,7 @@ def install_calls(anatomy: Anatomy, call: Call) -> None:
 
 
 def _hooked_layer(base: type, convention: Convention, number: int, call: Call) -> type[nn.Module]:
-    names = list(inspect.signature(base.forward).parameters)[1:]  # type: ignore[attr-defined]
+    names = parameters(base)
     if "hidden_states" not in names:
         raise CompatError(f"{base.__name__}.forward has no hidden_states to give to functions")
     sums = convention is Convention.SUM

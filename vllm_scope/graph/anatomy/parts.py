@@ -11,7 +11,6 @@ Runs:  in the model's forward. The worker installs the taps before the first com
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ INPUTS = ("hidden_states", "x", "input_")
 
 
 def install_part_taps(
-    anatomy: Anatomy, tap_of: Mapping[int, int], arena: Tensor, tables: Tables, sites: Sites
+    anatomy: Anatomy, arena: Tensor, tables: Tables, sites: Sites
 ) -> tuple[int, ...]:
     """Add taps to modules that need one tap each. The arguments are the same as in
     `install_attention_taps`.
@@ -49,7 +48,7 @@ def install_part_taps(
     parts = {Place(MLP_SITE, number): one for number, one in anatomy.projections.items()}
     parts |= {Place(ROUTER_SITE, number): one for number, one in anatomy.routers.items()}
     final = Place(FINAL_SITE, 0)
-    if final.boundary in tap_of and anatomy.norm is None:
+    if final.boundary in tables.tap_of and anatomy.norm is None:
         raise ConfigError(
             f"additional_config['scope'].sites has {FINAL_SITE!r}, which cannot be tapped on this "
             "model: its forward calls no norm, or several, behind the layers. Leave it out of "
@@ -58,9 +57,9 @@ def install_part_taps(
     if anatomy.norm_here is not None:
         parts[final] = anatomy.norm_here
     parts |= anatomy.blocks
-    here = {place: part for place, part in parts.items() if place.boundary in tap_of}
+    here = {place: part for place, part in parts.items() if place.boundary in tables.tap_of}
     for place, part in here.items():
-        give_buffers(part, {place.site: place.boundary}, tap_of, arena, tables)
+        give_buffers(part, {place.site: place.boundary}, arena, tables)
         subclass = _tapped_input if place.site in (MLP_SITE, *BLOCK_SITES) else _tapped_output
         split = anatomy.splits.get(place.site)
         part.__class__ = subclass(type(part), place.site, sites.row_size(place.site), split)

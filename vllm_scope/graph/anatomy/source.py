@@ -1,6 +1,6 @@
 """The source of a module's forward, without the branches that the module never takes.
 
-Owns:  `forward_of`, `function_of`, `is_norm`.
+Owns:  `forward_of`, `function_of`, `settled`, `is_norm`.
 Runs:  one time, after the model is loaded.
 To:    convention, middle, layers, watched.
 
@@ -69,9 +69,15 @@ def forward_of(module: nn.Module, owner: type | None = None) -> ast.FunctionDef:
 def _settled(
     function: Callable[..., object], owner: type, answers: frozenset[tuple[_Place, bool]]
 ) -> ast.FunctionDef:
-    settled = _Settled(dict(answers)).visit(deepcopy(function_of(function, owner)))
-    assert isinstance(settled, ast.FunctionDef)
-    return settled
+    return settled(function_of(function, owner), dict(answers))
+
+
+def settled(function: ast.FunctionDef, answers: Mapping[_Place, bool]) -> ast.FunctionDef:
+    """A copy of a function, in which the branch that runs replaces each `if` whose result is in
+    `answers`."""
+    found = _Settled(answers).visit(deepcopy(function))
+    assert isinstance(found, ast.FunctionDef)
+    return found
 
 
 def is_norm(name: str) -> bool:

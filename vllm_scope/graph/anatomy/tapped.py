@@ -25,16 +25,13 @@ from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.request.sites import BRANCH_SITES, Place
 
 
-def install_taps(
-    anatomy: Anatomy, tap_of: Mapping[int, int], arena: Tensor, tables: Tables
-) -> tuple[int, ...]:
+def install_taps(anatomy: Anatomy, arena: Tensor, tables: Tables) -> tuple[int, ...]:
     """Add taps on the stream, and on the outputs of attention and MLP, in this worker's layers.
 
     Args:
         anatomy: the layers.
-        tap_of: for each boundary of the model with a tap, the tap's column in the program table.
         arena: [num_slots, elements of a slot], the arena's slots.
-        tables: the device tables.
+        tables: the device tables. `tables.tap_of` has the boundaries of the model with a tap.
 
     Returns:
         The boundaries that have a tap on this worker.
@@ -45,7 +42,7 @@ def install_taps(
             this model.
     """
     layers = sorted(anatomy.layers.items())
-    places = {number: _places_of(number, tap_of) for number, _ in layers}
+    places = {number: _places_of(number, tables.tap_of) for number, _ in layers}
     # Check all layers before the first change, so that a refused model is served unchanged.
     for number, layer in layers:
         _check(layer, number, places[number], anatomy.convention)
@@ -54,14 +51,14 @@ def install_taps(
         inner = {name: b for name, b in here.items() if name in ("attn_out", "middle")}
         if inner:
             norm = norm_of(layer, number, anatomy.convention)
-            give_buffers(norm, inner, tap_of, arena, tables)
+            give_buffers(norm, inner, arena, tables)
             norm.__class__ = _tapped_norm(type(norm), frozenset(inner), tables.hidden_size)
         if "mlp_out" in here:  # this must be the innermost subclass
-            give_buffers(layer, {"mlp_out": here["mlp_out"]}, tap_of, arena, tables)
+            give_buffers(layer, {"mlp_out": here["mlp_out"]}, arena, tables)
             layer.__class__ = _branching_layer(type(layer), tables.hidden_size)
         outer = {name: b for name, b in here.items() if name in ("entry", "exit")}
         if outer:
-            give_buffers(layer, outer, tap_of, arena, tables)
+            give_buffers(layer, outer, arena, tables)
             layer.__class__ = _tapped_layer(type(layer), anatomy.convention, frozenset(outer))
     return tuple(sorted(b for here in places.values() for b in here.values()))
 
@@ -102,6 +99,14 @@ def refused_site(site: str, reason: str) -> ConfigError:
     )
 
 
+def refused_layer(site: str, number: int, layer: nn.Module, what: str) -> ConfigError:
+    return ConfigError(
+        f"additional_config['scope'].sites has {site!r}, and layer {number} "
+        f"({type(layer).__name__}) {what}. Leave the site out, or the layer out of "
+        "additional_config['scope'].layers."
+    )
+
+
 def parameters(layer_class: type) -> list[str]:
     """The names of the parameters of a layer's forward, without `self`."""
     return list(inspect.signature(layer_class.forward).parameters)[1:]  # type: ignore[attr-defined]
@@ -121,18 +126,15 @@ def norm_of(layer: nn.Module, number: int, convention: Convention) -> nn.Module:
 
 
 def give_buffers(
-    module: nn.Module,
-    places: Mapping[str, int],
-    tap_of: Mapping[int, int],
-    arena: Tensor,
-    tables: Tables,
+    module: nn.Module, places: Mapping[str, int], arena: Tensor, tables: Tables
 ) -> None:
-    """Register the tensors that a tap uses as non-persistent buffers of the module."""
+    """Register the tensors that taps use as non-persistent buffers of the module. `places` has the
+    boundary of each tap of the module, by the name of the tap."""
     tensors = {
         "arena": arena, "tokens": tables.tokens, "programs": tables.programs,
         "ops": tables.ops, "vectors": tables.vectors, "host": tables.host,
     }  # fmt: skip
-    tensors |= {name: tables.taps[tap_of[boundary]] for name, boundary in places.items()}
+    tensors |= {name: tables.taps[tables.tap_of[boundary]] for name, boundary in places.items()}
     for name, tensor in tensors.items():
         module.register_buffer(f"scope_{name}", tensor, persistent=False)
 

@@ -11,7 +11,6 @@ enter the first layer.
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.graph.anatomy.source import is_norm
+from vllm_scope.graph.anatomy.tapped import parameters
 
 _Args = tuple[object, ...]
 _Kwargs = dict[str, object]
@@ -130,8 +130,7 @@ class _LayerRecorder:
     left: _Left
 
     def hook(self, layer: nn.Module, hooks: ExitStack) -> None:
-        names = list(inspect.signature(type(layer).forward).parameters)[1:]
-        _before(layer, partial(self._enter, names), hooks)
+        _before(layer, partial(self._enter, parameters(type(layer))), hooks)
         _after(layer, self._leave, hooks)
         for child in layer.children():
             _before(child, self._enter_child, hooks)

@@ -159,6 +159,8 @@ class ProgramTables:
 
     Attributes:
         boundaries: the boundaries of the taps, in the order of the taps.
+        widths: the sizes of raw rows.
+        tap_of: the number of each boundary's tap, which is the tap's column in `programs`.
         programs: [num_programs, num_taps] int32, the index of a program's first op at each tap, or
             -1.
         ops: [num_ops, NUM_COLUMNS] int32. tap.definition lists the columns.
@@ -180,10 +182,10 @@ class ProgramTables:
     ) -> None:
         self.boundaries = boundaries
         self.num_uploads = 0
-        self._tap_of = {boundary: tap for tap, boundary in enumerate(boundaries)}
+        self.tap_of = {boundary: tap for tap, boundary in enumerate(boundaries)}
         self._taps_of = np.full(max(boundaries, default=-1) + 1, -1, np.int64)
         self._taps_of[list(boundaries)] = range(len(boundaries))
-        self._widths = widths
+        self.widths = widths
         self._device = device
         num_taps = max(len(boundaries), 1)
         num_ops = num_ops or HELD_OPS + min(FREE_PROGRAMS, num_programs) * num_taps
@@ -289,7 +291,7 @@ class ProgramTables:
         return _HeldSet(np.array(ids, np.int32), single=single)
 
     def _hold_new_set(self, held: Held) -> _HeldSet:
-        rows = held.rows(self._widths)
+        rows = held.rows(self.widths)
         vectors = self._hold_vectors(rows.keys, rows.vectors)
         exists = np.flatnonzero(rows.exists)
         try:
@@ -432,7 +434,7 @@ class ProgramTables:
         entry.fill(-1)
         taken = self._free_ops.take(program.num_ops)
         free, written = iter(taken.tolist()), self._pending_ops
-        words, place_of = _words_of(program.layout, self._widths), self._vector_places.find
+        words, place_of = _words_of(program.layout, self.widths), self._vector_places.find
         for (boundary, ops), numbers_here in zip(program.taps, numbers, strict=True):
             following = -1
             for op, bits in zip(reversed(ops), reversed(numbers_here), strict=True):
@@ -443,7 +445,7 @@ class ProgramTables:
                     *bits[:2], following, op.register, op.source, *bits[2:],
                 )  # fmt: skip
                 following = at
-            entry[self._tap_of[boundary]] = following
+            entry[self.tap_of[boundary]] = following
         self._ops_of[program_id] = taken
         self._stale_programs[program_id] = self._is_stale = True
         self.num_slots[program_id] = words.num_slots
