@@ -97,6 +97,7 @@ def test_each_row_comes_once_in_all_its_places(model):
         assert torch.equal(batch["resid_post", 1] * 2, batch["resid_post", 3])
     with pytest.raises(KeyError, match=r"the feed has \[\('resid_post', 1\)"):
         batches[0]["resid_post", 2]
+    assert repr(batches[0]) == "<Batch of 64 tokens: resid_post 1, resid_post 3>"
     assert list(feed) == []
     assert not feeders()
 
