@@ -38,8 +38,9 @@ class ProbeWeights:
     activation: Literal["sigmoid"] | None = None
 
     def __repr__(self) -> str:
-        linear = isinstance(self.weight, np.ndarray)
-        weight = f"{len(self.weight)} numbers" if linear else repr(self.weight)
+        weight = repr(self.weight)
+        if isinstance(self.weight, np.ndarray):
+            weight = f"{len(self.weight)} numbers"
         return f"<ProbeWeights: {weight}, bias {self.bias:.4g}, activation {self.activation}>"
 
 
