@@ -6,7 +6,7 @@ From:  toyworld: documents of facts. The documents' rows at one layer come from 
        With `--harvest`, `vllm_scope.harvest` writes the rows to shards, and `RowDataset` reads the
        shards.
 To:    the terminal: loss, L0, dead features, explained variance; with `--out FOLDER` also
-       train_sae.json and train_sae.png.
+       train_sae.json, train_sae.png, and the SAE in SAELens's format, which an engine can hold.
 
 A TopK SAE: a linear encoder and a ReLU compute features, and a linear decoder computes the row from
 the k largest features. Features that were not active for a while learn the remaining error (an
@@ -24,6 +24,7 @@ from typing import Any, Final
 import matplotlib as mpl
 import torch
 from matplotlib.figure import Figure
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import vllm_scope
@@ -85,7 +86,7 @@ class TopK(nn.Module):
         optimizer.step()
         with torch.no_grad():
             self.decoder /= self.decoder.norm(dim=1, keepdim=True)
-        return float(main)
+        return float(main.detach())
 
 
 def largest(values: Tensor, k: int) -> Tensor:
@@ -130,6 +131,25 @@ def fed(texts: list[str]) -> Iterator[Tensor]:
             yield batch["resid_post", LAYER]
 
 
+@torch.no_grad()
+def save(folder: Path, sae: TopK, hook_name: str) -> None:
+    """Write the SAE in SAELens's format. Rows need no centring and scaling there: SAELens's encoder
+    computes (x - b_dec) @ W_enc + b_enc, and its decoder computes features @ W_dec + b_dec."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {
+        "W_enc": sae.scale * sae.encoder.T,
+        "b_enc": sae.encoder_bias,
+        "W_dec": sae.decoder / sae.scale,
+        "b_dec": sae.mean + sae.decoder_bias / sae.scale,
+    }
+    path = folder / "sae_weights.safetensors"
+    save_file({name: part.contiguous() for name, part in weights.items()}, path)
+    num_features, width = sae.decoder.shape
+    config = {"architecture": "topk", "k": sae.k, "d_in": width, "d_sae": num_features}
+    config |= {"metadata": {"hook_name": hook_name}}
+    (folder / "cfg.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
 def write_figure(path: Path, losses: Sequence[float], frequencies: Tensor) -> None:
     """Draw the loss during the training, and how often the SAE's features are active."""
     with mpl.rc_context(STYLE):
@@ -172,6 +192,7 @@ def main() -> None:
         settings = {"layer": LAYER, "features": chosen.features, "k": chosen.k, "rows": num_rows}
         write(chosen.out, {**settings, "held-out rows": len(held_out), **found})
         write_figure(chosen.out / "train_sae.png", losses, frequencies)
+        save(chosen.out / "sae", sae, f"blocks.{LAYER}.hook_resid_post")
 
 
 def train(sae: TopK, batches: Iterator[Tensor]) -> list[float]:

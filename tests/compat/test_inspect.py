@@ -120,6 +120,14 @@ BAD = {
 }
 
 
+def test_an_action_without_scope_is_refused_before_the_eval():
+    probe = Probe(torch.ones(4), layer=1, name="p")
+    for wrong in (probe, [probe], scope(probe)["scope"], None):
+        with pytest.raises(SpecError, match=r"reading takes the result of scope\(\.\.\.\), not "):
+            vllm_scope.compat.inspect.reading(wrong)
+    vllm_scope.compat.inspect.reading(scope(probe))
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_what_cannot_be_given_fails_that_request_alone(case, model):
     given, words = BAD[case]

@@ -109,6 +109,13 @@ class LinearProbe:
         # all fields.
         object.__setattr__(self, "_told", set())
 
+    def __repr__(self) -> str:
+        facts = [f"bias {self.bias:.4g}", f"threshold {self.threshold:.4g}"]
+        facts += [f"pooling {self.pooling!r}"] * (self.pooling is not None)
+        facts += ["calibrated"] * (self.calibration is not None)
+        width = len(self.weight)
+        return f"<LinearProbe of {self.site} {self.layer}: {width} weights, {', '.join(facts)}>"
+
     def action(self, name: str, tokens: object = None, template: str | None = None) -> Probe:
         """The action that scores a request's tokens with this probe.
 

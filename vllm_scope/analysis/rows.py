@@ -26,12 +26,14 @@ Labels = Sequence[bool] | NDArray[np.bool_] | Tensor
 
 
 class Result(Protocol):
-    """The rows of one completion. `vllm_scope.results.result.ScopeResult` implements this protocol.
+    """The rows of one completion. `vllm_scope.results.result.ScopeResult` and
+    `vllm_scope.files.CapturedRequest` implement this protocol.
 
     `result[site, layer]` has the rows [num_positions, hidden_size], in any float dtype. For a site
     inside the attention, the shape of the rows is [num_positions, heads, numbers of a head].
     `positions(site, layer)` has the absolute positions of these rows as int64, in ascending order.
-    If a result has a `status`, "complete" means that no row is missing.
+    If a result has a `status`, "complete" (of an engine) or "ok" (of a file) means that no row is
+    missing.
     """
 
     def keys(self) -> list[SiteLayer]: ...
@@ -40,9 +42,9 @@ class Result(Protocol):
 
 
 def check_complete(result: Result, where: str) -> None:
-    """Raise SpecError if a result has a status other than "complete"."""
+    """Raise SpecError if a result has a status that says that rows are missing."""
     status = getattr(result, "status", "complete")
-    if status != "complete":
+    if status not in ("complete", "ok"):
         raise SpecError(
             f"{where} is {status!r}: some of its rows are missing, or have not arrived. Leave this "
             "result out, or run its request again."
@@ -56,7 +58,8 @@ def pooled_rows(
 
     Args:
         results: results that have rows at every stream, such as
-            `[out.scope for out in outputs]`.
+            `[out.scope for out in outputs]`, or the requests of an opened folder:
+            `list(vllm_scope.open(folder))`.
         streams: the (site, layer) of each stream, or None for all streams of the first result.
         pooling: "last" for the row of the highest position that was read, or "mean" for the mean of
             all rows that were read. The Read of the request chooses the positions, with

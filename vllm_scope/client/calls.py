@@ -253,8 +253,15 @@ class Calls(Generic[StreamT]):
         """Replace all monitors. {} ends all monitors. The call needs the operator's key.
 
         Raises:
-            SpecError: a monitor cannot be sent as JSON.
+            SpecError: `monitors` is not a map from name to monitor, or a monitor cannot be sent as
+                JSON.
         """
+        if not isinstance(monitors, Mapping):
+            raise SpecError(
+                f"monitors is {shown(monitors)}; it must be a dict from the name of each monitor "
+                "to the monitor, such as {'risky': {'weight': [...], 'layers': [2], 'threshold': "
+                "0.8}}."
+            )
         for name, monitor in dict(monitors).items():
             try:
                 json.dumps(monitor, allow_nan=False)
@@ -326,6 +333,11 @@ class Calls(Generic[StreamT]):
                     result_id = converted(result, ResultBody, "scope").id
                     file = (yield _result_call(result_id, True)).checked().content
                 of_choice, known = frame.of_choice(choice.index), read.setdefault(choice.index, {})
+                if choice.finish_reason is not None:
+                    # A request without actions lacks nothing. Its scope, which has verdicts of
+                    # monitors, has no status.
+                    done = "aborted" if choice.finish_reason == "abort" else "complete"
+                    told = {"status": done} | told
                 found = parsing.parse_scope(told, file, of_choice, known)
             said = choice.message or choice.delta
             text = str((choice.text if said is None else said.get("content")) or "")

@@ -41,7 +41,16 @@ def reading(spec: Mapping[str, object]) -> Solver:
 
     Args:
         spec: the result of `vllm_scope.scope(...)`.
+
+    Raises:
+        SpecError: `spec` is not a mapping, for example because an action was passed without
+            `scope`.
     """
+    if not isinstance(spec, Mapping):
+        raise SpecError(
+            f"reading takes the result of scope(...), not {shown(spec)}; write "
+            "reading(scope(Add(...))) or reading(scope(Probe(...), Read(...)))."
+        )
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         return await generate(state, extra_body={"extra_args": dict(spec)})

@@ -62,6 +62,7 @@ from vllm_scope.request.sites import Sites
 from vllm_scope.request.spec import MAX_SPEC_BYTES, Spec, check_stopping
 from vllm_scope.server.peers import Peers
 from vllm_scope.server.shared import Shared
+from vllm_scope.vectors.layers import ProbeWeights
 from vllm_scope.vectors.probe_weights import from_safetensors
 
 #: The possible actions of a monitor when the value of its probe is above the threshold.
@@ -112,8 +113,8 @@ def parse(name: str, body: object) -> Monitor:
             address that gets each verdict. `after` names another monitor, which is the first stage.
 
     Raises:
-        SpecError: `body` or the file is malformed. An error in `body` names the monitor.
-        OSError: the file cannot be read.
+        SpecError: `body` or the file is malformed, or the file cannot be read. The error names the
+            monitor.
     """
     where = f"monitors[{name!r}]"
     checked_name(name, where)
@@ -144,10 +145,14 @@ def parse(name: str, body: object) -> Monitor:
     if fields.get("threshold") is None:
         raise SpecError(f"{where} has no threshold; without one a monitor has no verdict.")
     if "file" in fields:
-        kind = fields.pop("kind", "linear")
-        found = from_safetensors(str(fields.pop("file")), kind=kind)
+        found = _weights_of(fields.pop("file"), fields.pop("kind", "linear"), f"{where}.file")
         given = {"bias": found.bias, "activation": found.activation}
         fields = {"weight": found.weight} | given | fields
+    elif "kind" in fields:
+        raise SpecError(
+            f"{where} has 'kind', which says how a 'file' is read, and no 'file'. Leave 'kind' "
+            'out: a weight such as {"attention": ...} or {"mlp": ...} names its kind.'
+        )
     if fields.get("after") is not None:
         fields["after"] = MONITOR + checked_name(fields["after"], f"{where}.after")
     fields |= {"name": MONITOR + name, "action": "stop" if action == "stop" else "flag"}
@@ -157,6 +162,19 @@ def parse(name: str, body: object) -> Monitor:
     webhook = None if url is None else Webhook.parse(url, f"{where}.url")
     assert probe.threshold is not None
     return Monitor(name, probe, Tally(probe.threshold), webhook)
+
+
+def _weights_of(file: object, kind: Any, where: str) -> ProbeWeights:
+    """The weights in a monitor's file. Raises SpecError, which names the file and the monitor."""
+    try:
+        return from_safetensors(str(file), kind=kind)
+    except OSError as error:
+        raise SpecError(
+            f"{where} is {shown(file)}, which cannot be read: {error.strerror or error}. Give the "
+            "path of a probe's file on this machine."
+        ) from error
+    except SpecError as error:
+        raise SpecError(f"{where} is {shown(file)}: {error}") from error
 
 
 def parse_all(bodies: object) -> tuple[Monitor, ...]:
@@ -266,7 +284,7 @@ def configured(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
     config = config_of(vllm_config)
     try:
         return () if config is None else parse_all(config.monitors)
-    except (SpecError, OSError) as error:
+    except SpecError as error:
         raise ConfigError(f"additional_config['scope'].{error}") from error
 
 

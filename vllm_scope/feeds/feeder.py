@@ -160,18 +160,25 @@ def run(
     """Start an engine, or use the caller's LLM, then run `feed`. Errors are sent to the trainer.
 
     Args:
-        started: an event that is set after the engine has started.
+        started: an event that is set when the engine has started, or cannot start.
 
     Raises:
         EOFError: the trainer has closed the feed or is gone.
     """
     try:
-        documents = find_documents(dataset, settings.column, None, settings.split, settings.config)
-        # Import here, because `engine.offline` imports vLLM, which takes seconds.
-        from vllm_scope.engine.offline import OfflineEngine
+        try:
+            documents = find_documents(
+                dataset, settings.column, None, settings.split, settings.config
+            )
+            # Import here, because `engine.offline` imports vLLM, which takes seconds.
+            from vllm_scope.engine.offline import OfflineEngine
 
-        with closing(OfflineEngine(model, options, reads)) as engine:
+            engine = OfflineEngine(model, options, reads)
+        finally:
+            # Before an error is sent: the trainer then closes its feed, and `_watch` must not
+            # interrupt this process, which is already ending.
             started.set()
+        with closing(engine):
             feed(documents, reads, engine, settings, channel, memory)
     except EOFError:
         raise

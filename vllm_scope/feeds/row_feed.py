@@ -73,6 +73,10 @@ class Batch:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def __repr__(self) -> str:
+        streams = ", ".join(f"{site} {layer}" for site, layer in self.rows)
+        return f"<Batch of {len(self)} tokens: {streams}>"
+
 
 class RowFeed:
     """An iterator of batches. If you do not take all batches, call `close`, or use `with`.

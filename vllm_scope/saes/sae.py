@@ -174,6 +174,12 @@ class Sae:
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < 1e30:
             raise self._wrong(f"input_scale is {shown(scale)}; it must be a finite number above 0")
 
+    def __repr__(self) -> str:
+        kind = self.architecture if self.k is None else f"{self.architecture}, k {self.k}"
+        to = "" if self.output is None else f" to {self.output.site} {self.output.layer}"
+        place = f"{self.place.site} {self.place.layer}{to}"
+        return f"<Sae {self.name!r}: {self.d_sae:,} features of {place}, {kind}>"
+
     @property
     def d_sae(self) -> int:
         """The number of features."""

@@ -37,6 +37,12 @@ class ProbeWeights:
     bias: float = 0.0
     activation: Literal["sigmoid"] | None = None
 
+    def __repr__(self) -> str:
+        weight = repr(self.weight)
+        if isinstance(self.weight, np.ndarray):
+            weight = f"{len(self.weight)} numbers"
+        return f"<ProbeWeights: {weight}, bias {self.bias:.4g}, activation {self.activation}>"
+
 
 def of_layers(
     layers: Layers, hidden: Hidden, activation: Literal["sigmoid"] | None = None

@@ -66,6 +66,14 @@ def test_auroc_counts_the_pairs_in_order():
     assert probe.auroc(rows, torch.tensor([True, True, False, False])) == 0.125
 
 
+def test_a_notebook_shows_a_probe_in_one_line():
+    probe = LinearProbe([0.5] * 2048, -1.25, *STREAM)
+    assert repr(probe) == "<LinearProbe of resid_post 5: 2048 weights, bias -1.25, threshold 0>"
+    rows, labels = labelled()
+    fitted = train_probe(rows, labels, STREAM, pooling="mean").calibrated(rows, labels)
+    assert repr(fitted).endswith("pooling 'mean', calibrated>")
+
+
 def test_a_probe_survives_its_files_exactly(tmp_path):
     rows, labels = labelled()
     probe = train_probe(rows, labels, ("post_block", 5), pooling="last_prompt", model="org/model")

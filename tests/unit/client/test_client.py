@@ -749,6 +749,29 @@ def test_a_monitor_that_is_no_json_is_named_and_nothing_is_sent(monitor, came):
         assert server.requests == []
 
 
+@pytest.mark.parametrize("given", [[{"layers": [1]}], "risky", None], ids=["list", "text", "none"])
+def test_monitors_that_are_no_map_are_refused_and_nothing_is_sent(given):
+    for run in both(lambda client: client.set_monitors(given)):
+        server = Server(monitors={})
+        with pytest.raises(SpecError, match="it must be a dict from the name of each monitor"):
+            run(server)
+        assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [("stop", "complete"), ("length", "complete"), ("abort", "aborted"), (None, "streaming")],
+)
+def test_a_plain_answer_with_a_monitors_verdict_has_ended(reason, status):
+    told = {"verdicts": {"monitor/m": {"position": 3, "value": 1.0}}}
+    part = choice(told, finish_reason=reason)
+    out = Server(completions={"choices": [part]}).client().complete("x")
+    (chunk,) = Server(completions=sse({"choices": [part]})).client().stream("x")
+    for found in (out.scope, chunk.scope):
+        assert found.status == status
+        assert found.verdicts == {"monitor/m": Verdict(3, 1.0)}
+
+
 def test_requests_with_moments_carry_the_operators_key_and_others_do_not():
     server = Server(completions={"choices": []})
     client = server.client(admin_key="op")

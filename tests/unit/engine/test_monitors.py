@@ -606,6 +606,30 @@ def test_a_monitor_that_lacks_its_weight_is_told_that_alone():
     assert str(refused.value) == "monitors['one'] has no weight."
 
 
+def test_a_monitors_file_that_cannot_be_used_is_named_with_its_monitor(tmp_path):
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(b"x" * 100)
+    for path, reason in (
+        (tmp_path / "none.safetensors", "cannot be read: No such file or directory. Give the path"),
+        (damaged, "the content is not safetensors"),
+        (tmp_path, "a probe's file ends in .safetensors"),
+    ):
+        body = {"file": str(path), "layers": [1], "threshold": 1.0}
+        config = engine_of(1).vllm_config
+        config.additional_config = {"scope": {"monitors": {"one": body}}}
+        with pytest.raises(ConfigError) as refused:
+            monitors.configured(config)
+        sentence = str(refused.value)
+        assert sentence.startswith("additional_config['scope'].monitors['one'].file is ")
+        assert path.name in sentence
+        assert reason in sentence
+
+
+def test_the_kind_of_a_file_is_refused_without_a_file():
+    with pytest.raises(SpecError, match=r"monitors\['one'\] has 'kind', .* and no 'file'"):
+        parse_all({"one": FLAG | {"kind": "attention"}})
+
+
 @pytest.mark.parametrize("more", [{"treshold": 1.0}, {"layer": 1}], ids=["treshold", "layer"])
 def test_a_misspelt_field_of_a_monitor_is_named_with_the_fields_of_a_monitor(more):
     with pytest.raises(SpecError) as refused:

@@ -26,7 +26,8 @@ from tests.recorded_feeder import DIES, STARTS, stand_in
 from vllm_scope import Read, ScopeError, SpecError
 from vllm_scope.errors import FileError
 from vllm_scope.feeds import row_feed, start
-from vllm_scope.feeds.messages import Channel, Ended
+from vllm_scope.feeds.feeder import run
+from vllm_scope.feeds.messages import Channel, Ended, Failed, Settings
 
 READ = Read("resid_post", layers=[1, 3])
 TEXTS = ["y" * (20 + i % 50) for i in range(150)]
@@ -96,6 +97,7 @@ def test_each_row_comes_once_in_all_its_places(model):
         assert torch.equal(batch["resid_post", 1] * 2, batch["resid_post", 3])
     with pytest.raises(KeyError, match=r"the feed has \[\('resid_post', 1\)"):
         batches[0]["resid_post", 2]
+    assert repr(batches[0]) == "<Batch of 64 tokens: resid_post 1, resid_post 3>"
     assert list(feed) == []
     assert not feeders()
 
@@ -333,3 +335,34 @@ def test_wrong_arguments_are_refused_before_anything_starts(options, sentence):
         with pytest.raises(SpecError):
             stream(**options)
     assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+class _Heard:
+    """A channel that notes whether `started` was set when a message was sent."""
+
+    def __init__(self, started: threading.Event) -> None:
+        self.started, self.sent = started, []
+
+    def send(self, message) -> None:
+        self.sent.append((message, self.started.is_set()))
+
+
+@pytest.mark.parametrize("model", ["recorded", "no such model"])
+def test_a_feeder_that_cannot_start_is_not_interrupted_while_it_ends(model, monkeypatch):
+    """The trainer closes its feed when it hears of the failure. `_watch` interrupts the process
+    only before `started` is set, and the interrupt of an ending process prints a traceback."""
+
+    def refuse(*_):
+        raise SpecError("vLLM cannot start it")
+
+    engines = stand_in()
+    engines.OfflineEngine = refuse
+    monkeypatch.setitem(sys.modules, "vllm_scope.engine.offline", engines)
+    started = threading.Event()
+    heard = _Heard(started)
+    settings = Settings(64, 512, 1, None, "train", None, "split", None)
+    texts = "nowhere.jsonl" if model == "recorded" else TEXTS
+    run(texts, [READ], model, {}, settings, heard, 0, started)
+    ((message, was_set),) = heard.sent
+    assert isinstance(message, Failed)
+    assert was_set

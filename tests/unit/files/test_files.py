@@ -16,9 +16,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 import vllm_scope
+from vllm_scope.analysis.cache import ActivationCache
+from vllm_scope.analysis.rows import pooled_rows, token_rows
 from vllm_scope.codecs import make_codec
 from vllm_scope.codecs.packed import EncodedRows, Packing
-from vllm_scope.errors import ConfigError, FileError
+from vllm_scope.errors import ConfigError, FileError, SpecError
 from vllm_scope.files import (
     FileOptions,
     IndexedRequest,
@@ -694,3 +696,22 @@ def test_few_rows_do_not_keep_the_memory_of_many(tmp_path):
             (rows,) = request.streams(count)["resid_post", 1].blocks
             assert (rows.untyped_storage().nbytes() == table.nbytes) == kept
             assert torch.equal(rows, table[:count, 1])
+
+
+def test_rows_for_a_probe_come_from_files_and_not_from_a_partial_request(tmp_path):
+    with writer_of(tmp_path) as writer:
+        first, second = (put(writer, seed, name=f"r{seed}")[1] for seed in (1, 2))
+        put(writer, 3, name="lost", expected=30)
+    capture = vllm_scope.open(tmp_path)
+    whole = [capture["r1"], capture["r2"]]
+    stream = ("resid_post", 10)
+    pooled = pooled_rows(whole, [stream], "mean")[stream]
+    mean = np.stack([rows[stream].float().numpy().mean(0) for rows in (first, second)])
+    np.testing.assert_allclose(pooled.numpy(), mean, rtol=1e-6, atol=1e-6)
+    rows, truth = token_rows(whole, [1, 0], stream)
+    assert torch.equal(rows, torch.cat([first[stream], second[stream]]).float())
+    assert truth.tolist() == [True] * 8 + [False] * 8
+    cached = ActivationCache(whole)["blocks.10.hook_resid_post"]
+    assert torch.equal(cached, torch.stack([first[stream], second[stream]]))
+    with pytest.raises(SpecError, match=r"results\[1\] is 'partial': some of its rows are missing"):
+        pooled_rows([whole[0], capture["lost"]])

@@ -42,6 +42,16 @@ def test_what_the_files_say_is_known(case, sae):
     assert (sae.d_model, sae.d_sae) == (D_IN, D_SAE)
 
 
+def test_a_notebook_shows_an_sae_in_one_line(tmp_path):
+    sae = load_sae(published.gated(tmp_path / "sae").path, name="mine")
+    place = f"{sae.place.site} {sae.place.layer}"
+    assert repr(sae) == f"<Sae 'mine': {D_SAE} features of {place}, gated>"
+    topk = replace(sae, architecture="topk", gate_bias=None, gain=None, k=3)
+    assert repr(topk).endswith(", topk, k 3>")
+    into = replace(topk, output=type(sae.place)("mlp_out", 2), apply_b_dec_to_input=False)
+    assert f"of {place} to mlp_out 2, topk" in repr(into)
+
+
 def test_folded_encoders_of_parameters_have_no_gradient(tmp_path):
     found = load_sae(published.gated(tmp_path / "sae").path)
     names = ("encoder", "encoder_bias", "gain")

@@ -575,3 +575,12 @@ def test_without_scikit_learn_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.preprocessing", None)
     with pytest.raises(ImportError, match=r"pip install 'vllm-scope\[probes\]'"):
         from_sklearn(LogisticRegression())
+
+
+def test_a_notebook_shows_weights_in_one_line():
+    found = ProbeWeights(np.linspace(0, 1, 2048, dtype=np.float32), -0.5, "sigmoid")
+    assert repr(found) == "<ProbeWeights: 2048 numbers, bias -0.5, activation sigmoid>"
+    layers = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 1))
+    shown = repr(from_state_dict(layers.state_dict(), "mlp"))
+    assert "Mlp(" in shown
+    assert len(shown) < 200
