@@ -39,14 +39,22 @@ class Server:
         return sum(process.memory_info().rss - process.memory_info().shared for process in family)
 
     def cpu(self) -> dict[str, float]:
-        """CPU seconds so far of "api", "core" and "worker", and "all" of them."""
+        """CPU seconds so far of "api", "core" and "worker", and "all" of them. On a GPU, a worker
+        in EngineCore's process counts as "core"."""
         found = {"api": 0.0, "core": 0.0, "worker": 0.0}
         for process in [self.process, *self.process.children(recursive=True)]:
-            title = " ".join(process.cmdline())
-            kind = "core" if "EngineCore" in title else "worker" if "Worker" in title else "api"
             times = process.cpu_times()
-            found[kind] += times.user + times.system
+            found[_kind(process)] += times.user + times.system
         return found | {"all": sum(found.values())}
+
+
+def _kind(process: psutil.Process) -> str:
+    title = " ".join(process.cmdline())
+    if "Worker" in title:
+        return "worker"
+    # On some machines the titles that vLLM gives its processes cannot be seen.
+    uses_gpu = "/dev/nvidia" in Path(f"/proc/{process.pid}/maps").read_text()
+    return "core" if uses_gpu or "EngineCore" in title else "api"
 
 
 @contextmanager

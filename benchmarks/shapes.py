@@ -38,6 +38,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256,
         "max_position_embeddings": 8192, "rope_theta": 500000.0, "tie_word_embeddings": False,
     },
+    # Rows as wide as 8B's, and nearly no computation: for a server on a CPU
+    "thin": _LLAMA | _COMMON | {
+        "hidden_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 1, "head_dim": 64,
+        "num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 1024,
+        "max_position_embeddings": 8192, "rope_theta": 500000.0, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 
 
