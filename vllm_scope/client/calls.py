@@ -253,8 +253,8 @@ class Calls(Generic[StreamT]):
         """Replace all monitors. {} ends all monitors. The call needs the operator's key.
 
         Raises:
-            SpecError: `monitors` is not a map from name to monitor, or a monitor cannot be sent as
-                JSON.
+            SpecError: `monitors` is not a map from name to monitor, a name is not a text, or a
+                monitor cannot be sent as JSON.
         """
         if not isinstance(monitors, Mapping):
             raise SpecError(
@@ -262,7 +262,10 @@ class Calls(Generic[StreamT]):
                 "to the monitor, such as {'risky': {'weight': [...], 'layers': [2], 'threshold': "
                 "0.8}}."
             )
-        for name, monitor in dict(monitors).items():
+        bodies = dict(monitors)
+        for name, monitor in bodies.items():
+            if not isinstance(name, str):
+                raise SpecError(f"monitors has the name {shown(name)}; it must be a text.")
             try:
                 json.dumps(monitor, allow_nan=False)
             except (TypeError, ValueError) as error:
@@ -270,7 +273,7 @@ class Calls(Generic[StreamT]):
                     f"monitors[{name!r}] cannot be sent as JSON: {error}. Give a dict of numbers, "
                     "texts and lists; for an array or a tensor give weight.tolist()."
                 ) from None
-        return self._json(Call("PUT", "/v1/scope/monitors", {"monitors": monitors}, admin=True))
+        return self._json(Call("PUT", "/v1/scope/monitors", {"monitors": bodies}, admin=True))
 
     @Method
     def activity(self) -> Flow[Activity]:

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+from types import MappingProxyType
 
 import httpx
 import numpy as np
@@ -756,6 +757,20 @@ def test_monitors_that_are_no_map_are_refused_and_nothing_is_sent(given):
         with pytest.raises(SpecError, match="it must be a dict from the name of each monitor"):
             run(server)
         assert server.requests == []
+
+
+def test_any_map_of_monitors_is_sent_and_a_name_that_is_no_text_is_refused():
+    monitors = {"risky": {"layers": [1]}}
+    for run in both(lambda client: client.set_monitors(MappingProxyType(monitors))):
+        server = Server(monitors={})
+        run(server)
+        assert server.body == {"monitors": monitors}
+    for name in (7, ("risky", 1)):
+        for run in both(lambda client, name=name: client.set_monitors({name: {"layers": [1]}})):
+            server = Server(monitors={})
+            with pytest.raises(SpecError, match=r"^monitors has the name .*; it must be a text"):
+                run(server)
+            assert server.requests == []
 
 
 @pytest.mark.parametrize(
