@@ -147,6 +147,12 @@ def test_every_key_has_a_value_and_the_last_exit_begins_nothing():
     assert len(cache) == 7
 
 
+@pytest.mark.parametrize("mode", ["both", ["attn"], None])
+def test_an_unknown_mode_of_components_is_named(mode):
+    with pytest.raises(SpecError, match=r"^mode is .*; it must be one of all, attn, mlp\.$"):
+        ActivationCache(FULL, num_layers=2).decompose_resid(mode=mode)
+
+
 @pytest.mark.parametrize(
     ("key", "message"),
     [

@@ -347,8 +347,12 @@ class _Heard:
         self.sent.append((message, self.started.is_set()))
 
 
-@pytest.mark.parametrize("model", ["recorded", "no such model"])
-def test_a_feeder_that_cannot_start_is_not_interrupted_while_it_ends(model, monkeypatch):
+@pytest.mark.parametrize(
+    ("dataset", "reason"),
+    [("nowhere.jsonl", "nowhere.jsonl"), (TEXTS, "vLLM cannot start it")],
+    ids=["no-documents", "no-engine"],
+)
+def test_a_feeder_that_cannot_start_is_not_interrupted_while_it_ends(dataset, reason, monkeypatch):
     """The trainer closes its feed when it hears of the failure. `_watch` interrupts the process
     only before `started` is set, and the interrupt of an ending process prints a traceback."""
 
@@ -361,8 +365,8 @@ def test_a_feeder_that_cannot_start_is_not_interrupted_while_it_ends(model, monk
     started = threading.Event()
     heard = _Heard(started)
     settings = Settings(64, 512, 1, None, "train", None, "split", None)
-    texts = "nowhere.jsonl" if model == "recorded" else TEXTS
-    run(texts, [READ], model, {}, settings, heard, 0, started)
+    run(dataset, [READ], "no such model", {}, settings, heard, 0, started)
     ((message, was_set),) = heard.sent
     assert isinstance(message, Failed)
+    assert reason in message.sentence
     assert was_set
