@@ -1,11 +1,11 @@
 """Tokens per second over HTTP: the cost of a scope for the clients of one server, in turns.
 
 The same server serves plain requests and other kinds, one kind after another. If the machine's
-speed changes, it changes for all kinds. The clients are in processes of their own (`--processes`):
-to receive an answer of 3 MB takes a client as much CPU as to send it takes the server, so that the
-clients of one process would be slower than the server. The first turn warms up. In this turn the
-clients check that no row is missing. In later turns they parse fewer answers, because with few
-cores the clients' work slows the server.
+speed changes, it changes for all kinds. The clients are in processes of their own (`--processes`).
+A client takes as much CPU to receive an answer of 3 MB as the server takes to send it. All clients
+of a GPU's server in one process would therefore be slower than the server. The first turn warms up.
+In this turn the clients check that no row is missing. In later turns they parse fewer answers,
+because with few cores the clients' work slows the server.
 
     python -m benchmarks.http                    # toy world on a CPU
     python -m benchmarks.http --gpu --shape 8b   # random weights on a GPU
@@ -118,7 +118,8 @@ class Clients:
 
 
 def shares_of(load: Load, count: int) -> list[Load]:
-    """The clients and the requests of each of `count` processes, which all have a client."""
+    """Divide the clients and the requests of a load among `count` processes. If there are fewer
+    clients than processes, each client has a process."""
     count = min(count, load.clients)
     return [
         replace(

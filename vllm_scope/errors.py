@@ -11,8 +11,8 @@ ScopeError
                  cannot be read or written
 
 A message says what is wrong. Where possible, the message also names the given value, the allowed
-values, and the next step for the caller. The functions `checked_...` check single values of all
-parts of the package.
+values, and the next step for the caller. The functions `checked_...` check one value each. All
+parts of the package use these functions.
 """
 
 from __future__ import annotations

@@ -213,8 +213,8 @@ class Choice(_Generated):
     """One completion.
 
     Attributes:
-        scope: None if the request had no actions. If a monitor of the operator has a verdict, such
-            a request has a scope with this verdict.
+        scope: None if the request had no actions and no monitor of the operator has a verdict. If
+            the request had no actions and a monitor has a verdict, only this verdict.
         tokens: the generated tokens with their texts and scores. `tokens` is empty if the request
             has no probes, or if the scores are too many for the answer.
         stop_reason: the stop string, the stop token's id, or a sentence about the probe or the

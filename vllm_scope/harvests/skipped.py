@@ -56,7 +56,8 @@ class Skipped:
                 yield context
 
     def error(self, source: str) -> SpecError:
-        """The error for documents of `source` of which no text and no context was left."""
+        """The error to raise if all documents of `source` were skipped. The error has the name and
+        the reason of the first one."""
         name, why = next(iter(self.reasons.items()))
         return SpecError(f"no document of {source} can be read; {name}: {why}")
 
