@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vllm_scope.analysis.hook_names import Key, hook_of, pattern_hook, pattern_layer, stream_of_key
-from vllm_scope.analysis.rows import Result, check_complete
+from vllm_scope.analysis.rows import Result, check_complete, streams_of
 from vllm_scope.errors import SpecError, checked_word, shown
 from vllm_scope.request.sites import SiteLayer, Sites
 
@@ -64,12 +64,12 @@ class ActivationCache(Mapping[str, Tensor]):
         batch: Sequence[Result] = results if isinstance(results, list | tuple) else [results]  # type: ignore[list-item]
         if not batch:
             raise SpecError("there are no results; a cache needs at least one.")
-        streams = batch[0].keys()
+        streams = streams_of(batch[0])
         lengths = []
         for i, result in enumerate(batch):
             where = f"results[{i}]"
             check_complete(result, where)
-            if set(result.keys()) != set(streams):
+            if set(streams_of(result)) != set(streams):
                 raise SpecError(
                     f"{where} has other streams than results[0]; read the same streams in all."
                 )
@@ -292,7 +292,7 @@ def _twins(stream: SiteLayer) -> list[SiteLayer]:
 def _length(result: Result, where: str) -> int:
     """The number of positions of a result, which must be the same for all streams."""
     found: dict[int, SiteLayer] = {}
-    for site, layer in result.keys():
+    for site, layer in streams_of(result):
         positions = result.positions(site, layer)
         if not len(positions) or not torch.equal(positions, torch.arange(len(positions))):
             raise SpecError(

@@ -1,7 +1,7 @@
 """Selects the rows and labels to which a probe or a direction is fitted, per result or per token.
 
 Owns:  Result, Labels, `pooled_rows`, `token_rows`, and the checks that other files share
-       (`as_rows`, `truth_of`, `stream_of`).
+       (`as_rows`, `truth_of`, `stream_of`, `streams_of`).
 From:  results, such as `out.scope`.   To: contrast, probes.
 
 Promise: the functions refuse a result with missing rows.
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.sites import SiteLayer
+from vllm_scope.request.sites import SITES, SiteLayer
 
 Pooling = Literal["last", "mean"]
 #: Whether the concept is present in each row or result, as 0 and 1, or False and True.
@@ -39,6 +39,12 @@ class Result(Protocol):
     def keys(self) -> list[SiteLayer]: ...
     def __getitem__(self, stream: SiteLayer, /) -> Tensor: ...
     def positions(self, site: str, layer: int | None = None) -> Tensor: ...
+
+
+def streams_of(result: Result) -> list[SiteLayer]:
+    """The streams of a result, without the features of a request of a file. The rows of features in
+    a file are packed indices and values, and no rows of the model."""
+    return [stream for stream in result.keys() if stream[0] in SITES]
 
 
 def check_complete(result: Result, where: str) -> None:
@@ -77,7 +83,7 @@ def pooled_rows(
     if pooling not in ("last", "mean"):
         raise SpecError(f"pooling is {pooling!r}; it must be 'last' or 'mean'.")
     results = _checked_all(results)
-    wanted = results[0].keys() if streams is None else _checked_streams(streams)
+    wanted = streams_of(results[0]) if streams is None else _checked_streams(streams)
     pooled = {}
     for stream in wanted:
         rows = []

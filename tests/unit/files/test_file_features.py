@@ -11,6 +11,8 @@ import torch
 
 import vllm_scope
 from tests.unit.files.test_files import LAYOUTS, put, writer_of
+from vllm_scope.analysis.cache import ActivationCache
+from vllm_scope.analysis.rows import pooled_rows
 from vllm_scope.batch.sparse import SparseRows
 from vllm_scope.errors import ConfigError, FileError
 from vllm_scope.files import export_features
@@ -81,6 +83,16 @@ def test_files_say_which_features_were_read(layout, tmp_path):
             for name, stream in request["streams"].items():
                 knows = request["request_id"] == "r0" and ".features." in name
                 assert ("features" in stream) is knows
+
+
+def test_features_beside_rows_are_no_rows_for_probes_and_caches(tmp_path):
+    requests = list(written(tmp_path))
+    assert ("toy.features", 3) in requests[0].keys()
+    pooled = pooled_rows(requests)
+    assert list(pooled) == [("resid_post", 3)]
+    assert torch.equal(pooled["resid_post", 3], torch.ones(3, 8))
+    cached = ActivationCache(requests)["blocks.3.hook_resid_post"]
+    assert torch.equal(cached, torch.ones(3, 6, 8))
 
 
 def test_an_index_that_float32_does_not_have_is_refused(tmp_path):
