@@ -37,8 +37,7 @@ class StepPlan(msgspec.Struct, frozen=True, eq=False):
         num_delivered: the number of slots that all rows need in the ring, after heads were applied.
         delivers: bool [num_rows], True for the rows that `labels` describe.
         walks: the rows whose gates have states, and the walks of these rows; None if there are no
-            such rows. If the next step has the same rows, the next plan has the same object
-            `walks`.
+            such rows. A plan that reuses the last plan (worker.plan) has the same object `walks`.
     """
 
     rows: Ints
