@@ -37,8 +37,8 @@ class Anatomy:
             there is one rank.
         norm: the name of the norm after the last layer, in the module that runs the layers. None if
             the source does not show the norm.
-        norm_here: the norm after the last layer. None if `norm` is None, or if another pipeline
-            stage has the norm.
+        norm_here: the module of the norm after the last layer. None if `norm` is None, or if
+            another pipeline stage has the module.
         unread: the reason why the source is not understood. None if the source is understood. If
             there is a reason, `convention` is a supposition that numbers must prove.
     """
@@ -73,9 +73,9 @@ def find_anatomy(
         model: the loaded model.
         num_layers: the number of decoder layers, from the model's configuration.
         is_missing: True for the placeholder of a layer that another pipeline stage holds.
-        has_cache: True for a module that stores keys and values, or states, of earlier tokens. If
-            several lists have `num_layers` modules (such as a list of experts), the decoder is the
-            list whose layers contain modules with a cache.
+        has_cache: True for a module that stores keys and values, or states, of earlier tokens.
+            Several lists can have `num_layers` modules (for example, a list of experts). Then the
+            decoder is the list whose layers contain modules with a cache.
 
     Raises:
         UnreadError: the source code of the layers or of the model is not understood.
@@ -109,7 +109,7 @@ def supposed_anatomies(
         unread: the reason why the source is not understood.
 
     Raises:
-        CompatError: no list or more than one list fits (see `find_anatomy`), the module that
+        CompatError: no list or more than one list fits (see `find_anatomy`). Or the module that
             contains the layers does not have exactly one norm, or this worker does not have that
             norm.
     """
