@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 
 class Transcript(Sequence[int]):
-    """A view of a prompt and of the first `num_output` tokens of an output.
+    """A view of the token ids of a prompt and of the first `num_output` tokens of its output.
 
     Args:
         prompt_ids: [num_prompt]. The caller never changes `prompt_ids`.
@@ -112,7 +112,8 @@ def wanted_positions(
 
 
 def indices_within(count: Ints) -> Ints:
-    """The indices 0 to n - 1 for each number n of `count`, one after another."""
+    """The indices 0 to n - 1 for each number n of `count`. For example, [2, 3] gives [0, 1, 0, 1,
+    2]."""
     return np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
 
 

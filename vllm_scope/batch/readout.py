@@ -4,8 +4,8 @@ Owns:  Readout (for a request's positions, in order), `scores_of` (for single to
 Runs:  in the front-end (results), and in the worker (sinks.request), with numpy on the CPU.
 From:  request.resolve (the probe).
 
-Promise: the scores and aggregates are the same for one call with many positions and for many calls
-with few positions. Pools and aggregates add numbers in float64.
+Promise: the scores and aggregates do not depend on how the positions are divided into calls. Pools
+and aggregates add numbers in float64.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def _activated(probe: ResolvedProbe, scores: NDArray[Any]) -> NDArray[np.float32
 
 
 class _Pool:
-    """Computes an AttentionPool (request.nets) at each position: the sum over its heads. Each head
-    averages its values up to the position, with softmax weights."""
+    """Computes the value of an AttentionPool (request.nets) at each position, which is a sum over
+    its heads. Each head averages its values up to the position, with softmax weights."""
 
     def __init__(self, num_heads: int) -> None:
         #: For each head, the largest logit so far, and the reference: the first multiple of _STEP

@@ -15,8 +15,8 @@ DEFAULT_K = 64
 
 
 class TopK8(KeepsK):
-    """Stores, for each row, the int32 indices of the k values x with the largest |x|, and these k
-    values, quantised as in `full8`. In the decoded row, all other values are zero.
+    """Stores two things for each row: the int32 indices of the k values x with the largest |x|, and
+    these k values, quantised as in `full8`. In the decoded row, all other values are zero.
 
     Attributes:
         k: the number of values to keep of each row. The default is min(64, hidden_size).

@@ -166,7 +166,8 @@ class Ack(msgspec.Struct, array_like=True, tag="answer"):
         read: over TCP, the number of messages of the session that the front-end has read on all
             connections; CLOSED if the front-end closes. With shared memory, `read` is 0, because
             the ring has a counter.
-        error: why the front-end cannot map the ring; None if it has mapped the ring, and over TCP.
+        error: why the front-end cannot map the ring. None if it has mapped the ring; always None
+            over TCP.
     """
 
     read: int
@@ -183,7 +184,7 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
             TCP.
         boundary: the boundary of the only tap with rows in the batch; None if the batch has the
             rows of all taps.
-        row_bytes: bytes of one row, by its kind, as in layout.Widths.
+        row_bytes: the number of bytes of one row, for each kind, as in layout.Widths.
         layouts: the attribute `points` of each Layout.
         also: the attribute `also` of each Layout; empty if `also` is empty in all Layouts.
         encoded: for each Layout, (text, bytes of a row, points) of each head; empty if no Layout
@@ -293,7 +294,7 @@ class RowsMessage(msgspec.Struct):
     Attributes:
         keys, positions: int64 [num_tokens].
         layout_of: int32 [num_tokens], the index of each token's layout in `layouts`.
-        widths: bytes of a raw row, by its kind.
+        widths: the number of bytes of a raw row, for each kind.
         slots: uint8 [num_slots, SLOT_BYTES], valid only until `on_rows` returns.
         valid: Call this function after you copied the slots. If the result is False, the worker may
             have overwritten the slots, and you must discard the copy.

@@ -64,7 +64,7 @@ KIND = "rows"
 
 @dataclass
 class _Session:
-    """A worker on TCP: its connection, and how many of its messages were read.
+    """A worker on TCP: the worker's connection, and how many of the worker's messages were read.
 
     A worker that connects again repeats the messages that were not read. Therefore the receiver
     ignores messages that arrive later over the old connection, and no message is read twice. zmq
@@ -72,7 +72,7 @@ class _Session:
     ignores such a late hello too.
 
     Attributes:
-        dial: the `dial` of the hello of this connection.
+        dial: the `dial` in the TcpHello of this connection.
         worker: the identity of the worker's ring; None until the worker has sent its counters.
         lost_at: the time, in monotonic seconds, at which the front-end noticed that the connection
             was lost; None before this time.

@@ -28,7 +28,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: A float64 copy of rows has at most this many bytes.
 COPY_BYTES = 32 << 20
-#: The largest number of 16-bit rows on a GPU whose products are added in float32 at a time.
+#: On a GPU, the products of at most this many 16-bit rows are added in float32 at a time.
 MOST_AT_ONCE = 8192
 
 

@@ -131,9 +131,9 @@ Item = Rows | Finish | Stored | Collect | Keep | Forget | Callable[[], None]
 
 
 def may_join(steps: Sequence[Rows], item: Rows) -> bool:
-    """True if the rows of `item` and of `steps` can be one batch. They can if each of these steps
-    has the rows of all taps, the steps have equal layouts, and the rows are adjacent in the ring
-    and have at most MOST_BYTES together."""
+    """True if the rows of `item` and of `steps` can be one batch. There are three conditions. Each
+    of these steps has the rows of all taps. The steps have equal layouts. The rows are adjacent in
+    the ring, and have at most MOST_BYTES together."""
     return item.boundary is None and steps[-1].boundary is None and lie_together(steps, item)
 
 

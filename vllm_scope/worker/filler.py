@@ -99,8 +99,8 @@ class Filler:
     def may_put_off(self, region: Region, labels: Labels) -> bool:
         """True if, on a GPU, the drain thread should copy this step together with other steps.
 
-        True only if the step is small, the number of waiting slots stays within a limit, heads
-        multiply some of the step's rows by weights, and no row is added to sums."""
+        There are four conditions. The step is small. The number of waiting slots stays within a
+        limit. Heads multiply some of the step's rows by weights. No row is added to sums."""
         return (
             self._joins
             and region.num_slots <= self._most_put_off // 8

@@ -125,7 +125,7 @@ class DeviceSae:
                 self._scale[here] = scaled["scale"][:, 0]
             if sae.apply_b_dec_to_input:
                 # The weights have a rounding error. With this corrected bias, the error is
-                # multiplied by x - b_dec, not by the longer x.
+                # multiplied by x - b_dec, and not by x.
                 rounded = weight.double()
                 if self._scale is not None:
                     rounded *= self._scale[here, None]

@@ -1,7 +1,7 @@
 """Gathers the rows of a region of the arena, and applies heads to the rows.
 
-Owns:  Packer. It decides which slots of the batch each row of a region gets, and holds the weights
-       of heads.
+Owns:  Packer. The packer decides which slots of the batch each row of a region gets, and holds the
+       weights of heads.
 Runs:  `hold` and `num_slots` on the worker's thread, `release_all` on the drain thread, `pack` on
        the threads on which worker.filler fills leases. Work on a GPU is enqueued on the drain's
        stream.
@@ -450,8 +450,8 @@ def _sizes(labels: Labels, boundary: int | None, widths: Widths) -> tuple[Ints, 
 
 
 def _weight(layout: Layout, widths: Widths) -> int:
-    """The number of slots that one token needs in a chunk. The result is the larger of two numbers:
-    the slots of the raw rows in one call of a head, and the slots that the token delivers."""
+    """The number of slots that one token needs in a chunk. This is the larger of two numbers: the
+    slots of the token's raw rows in one call of a head, and the slots that the token delivers."""
     counts: Counter[object] = Counter()
     for (head, num_slots, _), sources, _ in _places(layout, widths):
         # Several banks can be computed in one call. Each SAE has its own call.

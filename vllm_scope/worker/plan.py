@@ -6,10 +6,10 @@ From:  program.compiler (for each request), engine.worker.runners (StepBatch).
 To:    step_plan (puts the rows in order).
 
 Promise: a plan depends only on the requests and the batch. If no request has taps, a step needs
-only one test of a dict. If a request has one program for all its tokens from the step's first token
-on, numpy plans the request together with other such requests. Python code plans all other requests
-one by one. Usually these are requests that still compute prompt tokens, and requests with selectors
-that pick single generated tokens.
+only one test of a dict. Some requests have one program for all their tokens from the step's first
+token on. numpy plans all these requests together. Python code plans all other requests one by one.
+Usually the other requests still compute prompt tokens, or have selectors that pick single generated
+tokens.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class Planner:
 
     @property
     def is_steady(self) -> bool:
-        """True if the next step can reuse the last plan. The next step does so if it has the same
-        requests without changes, each one token later. The next plan then has the same array object
-        `program_ids`. If `is_steady` is False, the next plan has a new array."""
+        """True if the next step can reuse the last plan. The next step reuses the plan if it has
+        the same requests without changes, each one token later. The next plan then has the same
+        array object `program_ids`. If `is_steady` is False, the next plan has a new array."""
         return self._steady is not None
 
     def key_of(self, req_id: str) -> int | None:
@@ -159,9 +159,9 @@ class Planner:
         known: Sequence[Holding] = (),
     ) -> tuple[tuple[Holding, ...], int]:  # fmt: skip
         """Let the tables hold the programs `held` while a request runs. If all generated tokens get
-        one program, hold this program too, unless `held` or `known` already has it. Returns the new
-        holdings, and the id of the one program of all generated tokens (NO_PROGRAM if there is no
-        such program)."""
+        the same program, also hold this program, except if `held` or `known` already has it.
+        Returns the new holdings, and the id of this program (NO_PROGRAM if the generated tokens get
+        different programs)."""
         # `begin_step` first frees the programs that only the last step used.
         self._tables.begin_step()
         new = () if held is None else (Holding(since, held, self._tables.hold(held)),)

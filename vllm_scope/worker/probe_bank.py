@@ -158,7 +158,8 @@ def _to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Banks:
-    """The banks that running requests hold, and some of the banks that were released last.
+    """The banks that running requests hold, and the banks that were released last (up to
+    IDLE_BYTES).
 
     Args:
         entered: A function that returns the context in which banks are loaded.

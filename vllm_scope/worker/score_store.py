@@ -80,8 +80,8 @@ class _Run:
 
 
 class _Singles:
-    """For each request, a ring with the scores of its last positions. If a step computes only one
-    token of a request, the token's scores are stored in this ring."""
+    """For each request, a ring with the scores of the request's last positions. If a step computes
+    only one token of a request, the token's scores are stored in this ring."""
 
     def __init__(self, span: int, token_bytes: int) -> None:
         self._span = span
@@ -259,9 +259,9 @@ class ScoreStore:
         return np.concatenate([np.zeros(0, np.int64), *found])
 
     def keep(self, filled: Iterable[Filled]) -> None:
-        """Make blocks from the collected tokens of some requests. An incomplete block is not kept,
-        but EngineCore assumes that it is. Therefore `take_missing` returns the key of an incomplete
-        block."""
+        """Make blocks from the collected tokens of some requests. The store keeps no incomplete
+        block, but EngineCore assumes that the store has kept all blocks. Therefore `take_missing`
+        returns the key of an incomplete block."""
         #: Maps the id of a ring to those requests in the ring that have filled one block each. This
         #: is the usual case in decoding.
         decoding: dict[int, list[tuple[_Collected, Filled]]] = {}
@@ -370,7 +370,7 @@ class ScoreStore:
     def take_missing(self) -> list[ScoreKey]:
         """The keys of the blocks that could not be kept or found since the last call. Any thread
         can call this method."""
-        # The list object stays the same, because the drain thread can add a key to it at the same
+        # The list is not replaced by a new list, because the drain thread can add a key at the same
         # time.
         found = self._missing[:]
         del self._missing[: len(found)]

@@ -44,10 +44,10 @@ logger = logging.getLogger("vllm.vllm_scope")
 #: The largest number of bytes of raw rows in one addition: 8,192 rows of 4,096 16-bit numbers. If
 #: additions are much smaller, a GPU needs more time to start a kernel than to add the rows.
 CHUNK_BYTES = 64 << 20
-#: Rows of generated tokens wait until their tokens are accepted. `add` calls `_settle` in three
-#: cases: the waiting rows have more than MOST_BYTES, more than MOST_STEPS steps have added waiting
-#: rows since the last `_settle`, or more than MOST_STEPS requests have ended since the last
-#: `_settle`.
+#: Rows of generated tokens wait until their tokens are accepted. If the waiting rows have more than
+#: MOST_BYTES, `add` calls `_settle`, which adds the accepted rows. `add` also calls `_settle` if,
+#: since the last call, more than MOST_STEPS steps have added waiting rows, or more than MOST_STEPS
+#: requests have ended.
 MOST_BYTES, MOST_STEPS = 64 << 20, 256
 
 

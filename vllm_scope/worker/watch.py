@@ -38,10 +38,11 @@ from vllm_scope.transport.ring import Lease
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: The numbers of one cell: their positions [n], and the numbers, float32 [n, numbers of the probe].
+#: The numbers of one cell: the positions [n], and the numbers at these positions, float32 [n,
+#: numbers of the probe].
 _Numbers = tuple[Ints, torch.Tensor]
-#: The scores of one request in one step: the request's key, the positions, and the numbers of each
-#: cell of its probes (None for a cell that is not in this batch).
+#: The scores of one request in one step: the request's key, the positions, and for each cell of the
+#: request's probes the numbers. The numbers are None if the batch does not have the cell.
 _Found = tuple[int, Ints, list["torch.Tensor | None"]]
 #: Positions [n], and the values at these positions, float32 [n].
 _Values = tuple[Ints, torch.Tensor]
@@ -89,8 +90,8 @@ class _Probe:
         """
         if self.readout.verdict is not None and not seen:
             return np.zeros(len(positions), bool)  # no later value changes the verdict
-        # A watched probe scores all prompt tokens, all generated tokens, or all tokens. Its
-        # selector therefore needs no token ids, and the positions stand in their place.
+        # A watched probe scores all prompt tokens, all generated tokens, or all tokens. The probe's
+        # selector therefore reads no token ids. The call passes the positions in place of the ids.
         found = self.probe.tokens.select(Tokens(positions, num_prompt, positions, None)).certain
         if self.first is not None:
             verdict = self.first.readout.verdict
@@ -242,7 +243,8 @@ class Watch:
 
     def settle(self) -> None:
         """Copy the scores of watched requests, and release the leases of their steps.
-        `HostRing.acquire` calls this method if the ring is full and it must wait for a lease."""
+        `HostRing.acquire` calls this method while it waits for a lease, because the ring is
+        full."""
         for step in tuple(self._open):
             with _logged():
                 self._look(step)

@@ -102,8 +102,8 @@ def _is_attention(name: str) -> bool:
 
 
 def _parse(node: ast.AST) -> list[tuple[tuple[int, int], _Call]]:
-    """For the statement `target = self.name(...)` or `residual = hidden`: its line and column, and
-    the statement. Empty for any other node."""
+    """If the node is a statement `target = self.name(...)` or `residual = hidden`: one pair of the
+    position (line, column) and the statement. Otherwise an empty list."""
     if not isinstance(node, ast.Assign) or len(node.targets) != 1:
         return []
     target, value, at = node.targets[0], node.value, (node.lineno, node.col_offset)

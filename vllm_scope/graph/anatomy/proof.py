@@ -49,8 +49,8 @@ class Findings:
     """The findings of one forward of a model whose rows agree with its convention.
 
     Attributes:
-        wrong_sites: maps a site to a reason, if the rows that a tap would read are not the rows
-            that the site's name promises.
+        wrong_sites: the sites at which a tap would not read the rows that the site's name promises,
+            each with the reason.
         moved: the layers whose input stream differs from the stream that the layer before returned.
         num_equal: the number of comparisons that found no difference.
         untold: maps a description of rows that could not be compared to the layers of these rows.
@@ -205,7 +205,7 @@ class _Faults:
         return self.anatomy.convention is Convention.SUM
 
     def _exit(self, number: int) -> Tensor:
-        """The stream that a layer returned, by the layer's convention."""
+        """The stream that a layer returned, computed by the rule of the convention."""
         returned = self.layers[number].returned
         parts = returned if isinstance(returned, tuple) else (returned,)
         if not may_return(self.anatomy.convention, returned):

@@ -74,8 +74,8 @@ def _settled(
 
 
 def settled(function: ast.FunctionDef, answers: Mapping[_Place, bool]) -> ast.FunctionDef:
-    """A copy of a function. If the result of an `if` is in `answers`, the copy has only the branch
-    that runs in place of the `if`."""
+    """A copy of a function. In the copy, each `if` whose result is in `answers` is replaced by one
+    of its branches, the branch that runs."""
     found = _Settled(answers).visit(deepcopy(function))
     assert isinstance(found, ast.FunctionDef)
     return found
@@ -87,8 +87,8 @@ def is_norm(name: str) -> bool:
 
 
 class _Settled(ast.NodeTransformer):
-    """Puts the branch that runs in place of each `if` whose result is known, also in
-    expressions."""
+    """Replaces each `if` whose result is known, also in expressions. The branch that runs takes the
+    place of the `if`."""
 
     def __init__(self, answers: Mapping[_Place, bool]) -> None:
         self._answers = answers

@@ -219,7 +219,8 @@ def _copied(value: object) -> object:
 
 
 def _noise(*tensors: object) -> dict[int, Tensor]:
-    """Random rows to replace each tensor, by the tensor's `id`. The rows are equal on all ranks."""
+    """Maps the `id` of each tensor to the random rows that replace the tensor. The rows are equal
+    on all ranks."""
     generator = torch.Generator().manual_seed(0)
     return {
         id(x): torch.randn(x.shape, generator=generator).to(x.device, x.dtype)

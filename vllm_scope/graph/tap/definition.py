@@ -89,7 +89,7 @@ def tap_rows(
     An edited row x is rounded and written back. If there is a residual, then residual = x and
     hidden = 0. Otherwise hidden = x. An edited row is not written in two cases:
 
-    - The edits did not change the row. A write of this row would round hidden + residual.
+    - The edits did not change the row. A write would replace hidden + residual by the rounded sum.
     - The row is not finite in the model's dtype. The tap reports a fault for the row's owner, and
       the model continues with the row from before the edits. But faults are read only in the last
       pipeline stage. In other stages the tap writes the row, and OP_CHECK finds the row in the last
@@ -228,7 +228,7 @@ def _report(host: Tensor, owners: NDArray[np.int32], fault: int) -> None:
 def _first_slots(
     table: NDArray[np.int32], rows: NDArray[np.int64], host: Tensor, base: int, per_token: int
 ) -> NDArray[np.int64]:
-    """The first slot of each of these rows, by the token table."""
+    """The first slot of each of these rows, computed from the token table."""
     columns = table[rows]
     first = columns[:, SLOT].astype(np.int64)
     if per_token:

@@ -41,7 +41,7 @@ class StepRoute(graphs.Route, Protocol):
         write)."""
 
 
-#: The worker's state and the tap's number, by the address of the tap's row in Tables.taps. The
+#: Maps the address of a tap's row in Tables.taps to the worker's state and the tap's number. The
 #: references are weak, because a worker's state keeps its model alive. If an engine does not start,
 #: vLLM does not shut down the worker, and nothing would remove the references.
 _routes: dict[int, tuple[weakref.ref[StepRoute], int]] = {}

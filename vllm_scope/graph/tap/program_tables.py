@@ -203,7 +203,7 @@ class ProgramTables:
         self._sets: dict[Held, _HeldSet] = {}
         #: The sets of programs that no request holds. The set that is idle longest comes first.
         self._idle_sets: dict[Held, None] = {}
-        #: The set of each program, and the program's index in the set, by the program's id.
+        #: Maps the id of a program to the program's set, and to the program's index in the set.
         self._set_at: dict[int, tuple[Held, int]] = {}
         self._free_ops = FreePlaces(num_ops)
         self._ops_of: dict[int, NDArray[np.int32]] = {}

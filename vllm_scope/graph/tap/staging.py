@@ -62,8 +62,8 @@ class Staging:
             self._buffers.append(Buffer(tensor, tensor.numpy()))
         self._events = [torch.cuda.Event() for _ in range(2)] if self._cuda else []
         self._at = -1
-        #: The device tensor to which buffers are copied, a slice of it with the rows of the last
-        #: upload, and the number of these rows.
+        #: `_to`: the device tensor to which buffers are copied. `_to_first`: a slice of `_to` with
+        #: the rows of the last upload. `_num_first`: the number of these rows.
         self._to, self._to_first, self._num_first = to, to, len(to)
 
     def next(self) -> Buffer:

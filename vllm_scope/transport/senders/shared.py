@@ -134,8 +134,8 @@ class SharedSender(Sender):
 
     def close(self) -> None:
         """Close the socket. For one second, zmq can still deliver waiting messages. If the
-        front-end is dead, its counter in the ring is freed as soon as the front-end cannot write to
-        the counter any more."""
+        front-end is dead, its counter in the ring becomes free as soon as the front-end cannot
+        write to the counter any more."""
         if self.dead:
             self._release(CLOSED)
             self._ring.free_reader_later(self._reader, self._has_left)

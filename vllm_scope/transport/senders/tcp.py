@@ -41,9 +41,10 @@ from vllm_scope.transport.senders.base import ANSWER_S, Sender
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: After a lost connection, the thread makes up to MOST_DIALS new connections: the first one
-#: immediately, and each later one after a pause of DIAL_S seconds. For each connection, the thread
-#: waits DIAL_S seconds for an answer. If no connection gets an answer, the front-end counts as dead.
+#: After a lost connection, the thread makes up to MOST_DIALS new connections. It makes the first
+#: connection at once, and each later connection after a pause of DIAL_S seconds. For each
+#: connection, the thread waits DIAL_S seconds for an answer. If no connection gets an answer, the
+#: front-end counts as dead.
 MOST_DIALS = 3
 DIAL_S = 2.0
 #: A closing worker waits at most this many seconds until a front-end has read all messages.
