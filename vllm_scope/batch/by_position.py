@@ -1,8 +1,8 @@
 """Selects one row per position from all computed rows of a stream.
 
-Owns:  Part, Transcript, and the rule by which received rows become a stream. For each position,
-       the row that was computed last is kept. Rows that the request did not select are dropped.
-       Rows of tokens that were never accepted are dropped.
+Owns:  Part, Transcript, and the rule by which received rows become a stream: for each position, the
+       row that was computed last is kept. Rows that the request did not select, and rows of tokens
+       that were never accepted, are dropped.
 Runs:  in the front-end (results), and in the worker (sinks.request, files.rows).
 """
 
@@ -20,11 +20,11 @@ from torch import Tensor
 from vllm_scope.request.selectors import Selector, Tokens, Word
 
 Ints = NDArray[np.int64]
-#: If a tensor has fewer numbers than this, torch uses only the caller's thread. This number is
+#: To copy a tensor with fewer numbers than this, torch uses only the caller's thread. The value is
 #: at::internal::GRAIN_SIZE of torch 2.13.
 ONE_THREAD = 1 << 15
 _ALL = Word("all")
-#: Maps the size of a number in bytes to a torch dtype of this size that numpy also has.
+#: Maps a number of bytes to an integer dtype of this size, which torch and numpy both have.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -33,8 +33,8 @@ class Part(NamedTuple):
 
     Attributes:
         positions: int64 [n].
-        arrivals: int64 [n]. Of two values of one position of a request, the value that was computed
-            later has the larger arrival.
+        arrivals: int64 [n]. If a position was computed twice, the later value has the larger
+            arrival.
         rows: [n, size].
     """
 
@@ -44,11 +44,11 @@ class Part(NamedTuple):
 
 
 class Transcript(Sequence[int]):
-    """A view of a prompt and of the first `num_output` tokens of an output.
+    """A view of the token ids of a prompt and of the first `num_output` tokens of its output.
 
     Args:
         prompt_ids: [num_prompt]. The caller never changes `prompt_ids`.
-        output_ids: The caller can append ids to this list, and never changes an id.
+        output_ids: The caller can append ids to this list, but never changes an id in the list.
     """
 
     def __init__(self, prompt_ids: Sequence[int], output_ids: list[int], num_output: int) -> None:
@@ -93,7 +93,7 @@ def wanted_positions(
     Args:
         token_ids: the token ids of the prompt, and of the output so far.
         ended: True if the request has ended. Selectors then know which token is the last token.
-        first: Positions below `first` are left out, and take no time.
+        first: Positions below `first` are left out. The call takes no time for these positions.
     """
     count = num_processed(len(token_ids), num_prompt)
     positions = np.arange(first, count, dtype=np.int64)
@@ -112,7 +112,8 @@ def wanted_positions(
 
 
 def indices_within(count: Ints) -> Ints:
-    """The indices 0 to n - 1 for each number n of `count`, one after another."""
+    """The indices 0 to n - 1 for each number n of `count`. For example, [2, 3] gives [0, 1, 0, 1,
+    2]."""
     return np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
 
 
@@ -124,7 +125,7 @@ def last_of_each(positions: Ints) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Says which values of some parts are kept, by the positions and arrivals of the parts.
+    """Says which values of some parts are kept.
 
     Attributes:
         positions: int64 [n], the positions of the kept values, ascending.
@@ -150,7 +151,7 @@ def joined_rows(pieces: Sequence[Tensor]) -> Tensor:
 
     Args:
         pieces: At least one tensor. All tensors have the same dtype, and the same shape except for
-            the first axis. A piece can be non-contiguous, and is then copied only one time.
+            the first axis. Pieces need not be contiguous. Each piece is copied only one time.
     """
     dtype = pieces[0].dtype
     if sum(piece.numel() for piece in pieces) < ONE_THREAD:
@@ -186,8 +187,8 @@ def choose(parts: Sequence[Part], wanted: Ints) -> Chosen:
 
 
 def last_values(parts: Sequence[Part], wanted: Ints, empty: Tensor) -> tuple[Tensor, Ints]:
-    """The value that was computed last at each wanted position that has values, and the positions
-    of the returned values, ascending.
+    """For each wanted position that has values, the value that was computed last. The second result
+    has the positions of the returned values, ascending.
 
     Args:
         wanted: ascending.

@@ -65,9 +65,9 @@ def by_layout(
 def by_key(keys: np.ndarray) -> Iterator[tuple[int, slice | np.ndarray]]:
     """Yield each key, ascending, with the indices at which `keys` has this key.
 
-    If the indices of a key are evenly spaced, these indices are a slice, else an array. One message
-    often has the rows of several steps of the same requests. The tokens of one request are then
-    every n-th token of the message, and a slice copies the tokens without a gather.
+    If the indices of a key are evenly spaced, they are given as a slice, else as an array. One
+    message often has the rows of several steps of the same n requests. The tokens of one request
+    are then every n-th token of the message, and a slice is faster than an array of indices.
 
     Args:
         keys: int64 [n], n >= 1.

@@ -4,7 +4,7 @@ Owns:  StepBatch, Labels.
 Runs:  StepBatch is used in the worker. Labels are used in the worker and in messages to front-ends.
 
 StepBatch and Labels are msgspec.Structs, because the thread that launches the model creates both in
-each step. To create a frozen dataclass takes 1.4 us, ten times as long as to create a Struct.
+each step. Creating a frozen dataclass takes 1.4 us, ten times as long as creating a Struct.
 """
 
 from __future__ import annotations

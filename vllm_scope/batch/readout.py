@@ -4,8 +4,8 @@ Owns:  Readout (for a request's positions, in order), `scores_of` (for single to
 Runs:  in the front-end (results), and in the worker (sinks.request), with numpy on the CPU.
 From:  request.resolve (the probe).
 
-Promise: the scores and aggregates do not depend on how many positions one call has. Pools and
-aggregates add numbers in float64.
+Promise: the scores and aggregates do not depend on how the positions are divided into calls. Pools
+and aggregates add numbers in float64.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from vllm_scope.request.nets import Aggregate, Ema, RollingMean
 from vllm_scope.request.resolved import ResolvedProbe
 
 Floats = NDArray[np.float64]
-#: A reference number is subtracted from the logits of a pool. The reference is a multiple of _STEP,
-#: and therefore seldom changes. exp(-2 * _STEP) is far above the smallest float64.
+#: A pool (_Pool) subtracts a reference number from its logits, so that exp does not overflow. The
+#: reference is a multiple of _STEP, and therefore seldom changes. exp(-2 * _STEP) is far above the
+#: smallest float64.
 _STEP = 256.0
 
 
@@ -110,18 +111,19 @@ def _scores(probe: ResolvedProbe, numbers: NDArray[np.float32]) -> NDArray[np.fl
 def _activated(probe: ResolvedProbe, scores: NDArray[Any]) -> NDArray[np.float32]:
     """The scores after the probe's activation function, as float32. `scores` can be float64."""
     if probe.activation == "sigmoid":
-        # torch.sigmoid rounds the last few elements of a tensor differently than all others.
+        # torch.sigmoid is not used, because it rounds the last few elements of a tensor differently
+        # than the other elements.
         scores = 1 / (1 + np.exp(-scores.astype(np.float64)))
     return scores.astype(np.float32, copy=False)
 
 
 class _Pool:
-    """The sum over the heads of an AttentionPool (request.nets). Each head averages its values up
-    to a position, with softmax weights."""
+    """Computes the value of an AttentionPool (request.nets) at each position, which is a sum over
+    its heads. Each head averages its values up to the position, with softmax weights."""
 
     def __init__(self, num_heads: int) -> None:
-        #: For each head, the largest logit, and the first multiple of _STEP at or above this logit
-        #: (the reference).
+        #: For each head, the largest logit so far, and the reference: the first multiple of _STEP
+        #: at or above this logit.
         self._top = np.full((2, num_heads), -np.inf)
         #: For each head, the sum of weights and the sum of weighted values. A weight is exp(logit -
         #: reference).
@@ -204,22 +206,23 @@ class _RollingMean:
     """The mean of the last `window` scores.
 
     The positions are divided into blocks of `window` positions. A window consists of the end of one
-    block and the beginning of the next block. Both parts of the window have running sums. One
-    running sum over all positions would be wrong, because a NaN, or the rounding error of a large
-    score, would stay in the sum after the score has left the window.
+    block and the beginning of the next block. Each of these two parts has its own running sum. One
+    running sum over all positions would be wrong: a NaN, or the rounding error of a large score,
+    would stay in the sum after the score has left the window.
 
     Args:
-        largest: True if `add` returns the largest mean of all full windows so far, at each position
-            with a full window.
+        largest: If True, `add` returns, at each position with a full window, the largest mean of
+            all full windows so far.
     """
 
     def __init__(self, window: int, largest: bool) -> None:
         self._window, self._count = window, 0
         #: `_block`: the scores of the last block, which is not full. `_begun`: the number of these
-        #: scores. `_sum`: the sum of these scores. A part of `_block` that was never written takes
-        #: no memory.
+        #: scores. `_sum`: the sum of these scores. The operating system allocates no memory for a
+        #: part of `_block` that was never written.
         self._block, self._begun, self._sum = np.zeros(window), 0, 0.0
-        #: [window + 1], sums over the previous block's scores, from each index to the block's end.
+        #: [window + 1]. The entry i is the sum of the previous block's scores from index i to the
+        #: block's end.
         self._ends = np.zeros(window + 1)
         self._max = _Max() if largest else None
 

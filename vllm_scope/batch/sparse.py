@@ -55,8 +55,8 @@ def sparse_rows(asked: ResolvedFeatures, words: Tensor) -> SparseRows:
     """The features, or the tokens of a lens, in the numbers that a worker delivered.
 
     Args:
-        words: float32 [n, num_values]. If a Strongest or a Likeliest computed the numbers, the
-            first half of each row contains int32 indices, as bits.
+        words: float32 [n, num_values]. If a head Strongest or Likeliest computed the numbers, the
+            first half of each row contains the bits of int32 indices.
     """
     (cell,) = asked.cells
     if isinstance(cell.bank, Strongest):

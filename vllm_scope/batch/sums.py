@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-#: Bounds of `num_waiting`. If more rows wait, the products x x^T take less time for each row, and
+#: Bounds of `num_waiting`. If more rows wait, the products x x^T take less time for each row, but
 #: the waiting rows take more memory.
 LEAST_ROWS, MOST_ROWS = 256, 4096
 #: The number of rows of the matrix x x^T that one product computes. If x x^T has 4,096 columns,
@@ -32,8 +32,8 @@ def upper_blocks(width: int) -> Iterator[tuple[slice, slice]]:
 
 def num_waiting(width: int) -> int:
     """The largest number of rows of this width that wait on the device for their products x x^T."""
-    # The float64 sums are stored after these rows. They are aligned for every width if the number
-    # of rows is a multiple of 8.
+    # The float64 sums lie behind these rows in memory. If the number of rows is a multiple of 8,
+    # the sums are aligned for every width.
     return min(max(-(-width // 8) * 8, LEAST_ROWS), MOST_ROWS)
 
 
@@ -55,8 +55,8 @@ class Packed(msgspec.Struct, frozen=True):
 
     Attributes:
         count, missing, target, target_squared: `count`, `missing`, `y` and `yy` of Sums.
-        arrays: the bytes of float64 numbers, for the sum of x, the sum of x y, and the
-            `upper_blocks` of the sum of x x^T. For a sum that does not exist, the bytes are empty.
+        arrays: the sum of x, the sum of x y, and the `upper_blocks` of the sum of x x^T, each as
+            the bytes of float64 numbers. If a sum does not exist, its bytes are empty.
     """
 
     count: int
@@ -76,9 +76,9 @@ class Sums:
         xx: [width, width], the sum of x x^T; None without covariance.
         xy: [width], the sum of x y; None without targets.
         y, yy: the sum of the targets, and the sum of their squares; 0 without targets.
-        missing: How many selected rows are missing from at least one of the sums. The reason is
-            that the device had no room, that an error occurred, or that the request's options
-            differ from the options of the sums.
+        missing: How many selected rows are missing from at least one of the sums. Rows are missing
+            if the device had no room, if an error occurred, or if the options of a request differ
+            from the options of the sums.
     """
 
     count: int
@@ -125,8 +125,8 @@ class Sums:
         """The sums over the rows of `self` and of `other`.
 
         Raises:
-            ValueError: the widths differ, or both operands have rows, and only one operand has
-                the sum of x x^T or of x y.
+            ValueError: the widths differ. Or both operands have rows, but only one of them has the
+                sum of x x^T or of x y.
         """
         if self.x.shape != other.x.shape:
             raise ValueError(
@@ -185,7 +185,8 @@ class Sums:
 
 
 def _mirrored(numbers: Floats, width: int) -> Floats:
-    """The symmetric matrix [width, width] whose `upper_blocks` have these numbers."""
+    """The symmetric matrix [width, width] whose `upper_blocks` have these numbers, block after
+    block."""
     whole, first = np.empty((width, width)), 0
     for rows, columns in upper_blocks(width):
         shape = rows.stop - rows.start, columns.stop - columns.start

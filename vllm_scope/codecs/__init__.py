@@ -13,9 +13,8 @@ rp8.py     random projections in 8 bits
 topk8.py   the largest numbers of a row in 8 bits
 zstd.py    rows compressed without loss
 
-Promise: `codec_from(codec.metadata())` decodes the parts that `codec` encoded. The process and the
-device that decode can differ from those that encoded. docs/codecs.md says how much each codec
-loses.
+Promise: `codec_from(codec.metadata())` decodes the parts that `codec` encoded, also in another
+process and on another device. docs/codecs.md says how much each codec loses.
 """
 
 from __future__ import annotations

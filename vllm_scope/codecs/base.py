@@ -14,8 +14,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 from torch import Tensor
 
-#: The largest `hidden_size`. No model has rows with more numbers. If a file claims a larger
-#: `hidden_size`, the file is refused before any memory is allocated.
+#: The largest `hidden_size`. No model has wider rows. A file that claims a larger `hidden_size` is
+#: refused before any memory is allocated.
 MAX_HIDDEN_SIZE = 1 << 17
 
 
@@ -37,8 +37,8 @@ class Codec(BaseModel):
 
     Attributes:
         lossless: True if the decoded rows equal the original rows bit for bit.
-        rowwise: True if each row can be decoded without the other rows. The first axis of each part
-            is then the rows.
+        rowwise: True if each row can be decoded without the other rows. In this case, the first
+            axis of each part is the row.
         codec: the name by which the codec is chosen.
         hidden_size: the number of elements of a row.
         dtype: the dtype of the rows before they are encoded and after they are decoded.
@@ -113,8 +113,8 @@ class Codec(BaseModel):
                 raise ValueError(
                     f"part {name!r} is missing; {self.codec} has {', '.join(self.part_names)}"
                 )
-        # Whole shapes are compared, because a part with an axis of size 1 would otherwise be
-        # broadcast, and would decode to more numbers than the part has.
+        # Whole shapes are compared. Otherwise a part with an axis of size 1 would be broadcast, and
+        # would decode to more numbers than the part has.
         for part in self.row_parts if self.rowwise else ():
             found = parts[part.name]
             if (tuple(found.shape), found.dtype) != ((num_rows, part.size), part.dtype):

@@ -1,6 +1,7 @@
 """Packs the parts of an encoded row into one row of bytes, which is handled like any other row.
 
-Owns:  Packing (the byte range of each part); EncodedRows (their method `decode` decodes the rows).
+Owns:  Packing (the byte range of each part); EncodedRows (packed rows, with the codec that decodes
+       them).
 Runs:  in any process.
 From:  request.heads. To: worker.packer, which encodes; sinks and results, which decode.
 """

@@ -1,8 +1,8 @@
 """A codec that projects each row to k numbers of one byte, by a random matrix.
 
-The projection changes squared lengths and squared distances by a relative error of about sqrt(2/k),
-and an inner product by at most about sqrt(2/k) times the product of the two lengths. The single
-values of a row cannot be recovered.
+The projection changes squared lengths and squared distances by a relative error of about sqrt(2/k).
+The projection changes an inner product by at most about sqrt(2/k) times the product of the two
+lengths. The single values of a row cannot be recovered.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from vllm_scope.codecs.base import KeepsK, RowPart
 from vllm_scope.codecs.scaled import dequantise, quantise, quantised_parts
 
 DEFAULT_K = 512
-#: The largest number of elements of a random matrix, also for codecs whose metadata come from
-#: files. The largest matrix has 32 MiB, and is made in less than half a second.
+#: The largest number of elements of a random matrix. A matrix of this size has 32 MiB, and is made
+#: in less than half a second. The limit also protects against a file whose metadata name a huge
+#: matrix.
 MAX_PROJECTION = 1 << 23
 #: The largest number of random matrices that a process keeps in memory.
 MOST_KEPT = 16
@@ -30,8 +31,8 @@ MOST_KEPT = 16
 @lru_cache(maxsize=MOST_KEPT)
 def projection(hidden_size: int, k: int, seed: int, device: torch.device) -> Tensor:
     """The random matrix R = randn(hidden_size, k) / sqrt(k), float32. R is equal on every device.
-    The numbers come from numpy's RandomState, because RandomState never changes (NEP 19). The
-    random numbers of torch can change with a release, and differ between CPU and CUDA.
+    The numbers come from numpy's RandomState, because its numbers never change (NEP 19). The random
+    numbers of torch can change with a release, and differ between CPU and CUDA.
     """
     numbers = np.random.RandomState(seed).standard_normal((hidden_size, k)) / np.sqrt(k)
     return torch.from_numpy(numbers.astype(np.float32)).to(device)
@@ -50,16 +51,16 @@ class RandomProjection8(KeepsK):
     """Stores rows @ R, where R is a random matrix. The results (projections) are quantised as in
     `full8`. `decode` multiplies the projections by the pseudo-inverse of R. Of all rows with the
     same projections, the decoded row is the shortest. The relative error of a decoded row is about
-    sqrt(1 - k/hidden_size). A multiplication by the transpose of R would be unbiased, but its
-    relative error would be about sqrt(hidden_size/k), so that the error would be larger than the
-    row.
+    sqrt(1 - k/hidden_size). A multiplication by the transpose of R would be unbiased. But the
+    relative error would then be about sqrt(hidden_size/k), so that the error would be larger than
+    the row.
 
     The first call of `prepare` or `encode` with a device makes R on this device.
 
     Attributes:
         k: the number of projections of each row. The default is the least of 512, hidden_size // 2
             and MAX_PROJECTION // hidden_size, but at least 1. If k is near hidden_size, the
-            pseudo-inverse magnifies the rounding error, and then the codec `full8` is better.
+            pseudo-inverse magnifies the rounding error. For such a k, the codec `full8` is better.
         seed: the seed of the random matrix R.
     """
 

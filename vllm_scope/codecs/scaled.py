@@ -16,11 +16,12 @@ from vllm_scope.codecs.base import Codec, RowPart
 
 #: The smallest normal float32. A smaller scale would lose bits, or would be flushed to zero.
 _TINY = torch.finfo(torch.float32).tiny
-#: The smallest scale, as a fraction of the largest absolute value of a row. float32 cannot hold
-#: smaller differences. The fraction is a power of two, so that a constant row is decoded exactly.
+#: The smallest scale of `quantise`, as a fraction of the largest absolute value of a row. float32
+#: cannot hold smaller differences. The fraction is a power of two, so that a constant row is
+#: decoded exactly.
 _FINEST = 2.0**-23
-#: The range of a row is multiplied by this number, and not divided by 255, so that GPU and CPU
-#: compute the same scale (see `_Scaled._encode`).
+#: `quantise` multiplies the range of a row by this number. With a division by 255, GPU and CPU
+#: could compute different scales (see `_Scaled._encode`).
 _STEP = 1 / 255
 
 
@@ -43,9 +44,9 @@ class _Scaled(Codec):
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:
         values = rows.float()
-        # The values are multiplied by the inverse of `limit`, because a GPU also computes a
-        # division by a constant in this way. If the scales of GPU and CPU differed in the last bit,
-        # ties would be rounded differently.
+        # This is a multiplication by the inverse of `limit`, because a GPU also computes a division
+        # by a constant in this way. With a division, the scales of GPU and CPU could differ in the
+        # last bit, and ties would then be rounded differently.
         scale = (values.abs().amax(-1, keepdim=True) * (1 / self.limit)).clamp(min=_TINY)
         q = self._rounded(values / scale).clamp(-self.limit, self.limit)
         return {"q": q.to(self.q_dtype), "scale": _finite_scale(scale)}
@@ -58,8 +59,8 @@ class _Scaled(Codec):
 
 
 class Fp8(_Scaled):
-    """Stores values in float8_e4m3fn. A value keeps its relative precision if its absolute value is
-    at least 1/28,672 of the row's largest absolute value."""
+    """Stores values in float8_e4m3fn. If the absolute value is at least 1/28,672 of the row's
+    largest absolute value, the stored value has the full relative precision of float8."""
 
     limit: ClassVar[float] = torch.finfo(torch.float8_e4m3fn).max
     q_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
@@ -76,16 +77,15 @@ class Int8(_Scaled):
     codec: Literal["int8"] = "int8"
 
     def _rounded(self, values: Tensor) -> Tensor:
-        # An integer cannot be NaN. If the row had NaN, the row's scale is NaN, so that the row
-        # is decoded to NaN.
+        # An integer cannot be NaN. A row with NaN is decoded to NaN because its scale is NaN.
         return values.round().nan_to_num(0.0)
 
 
 def quantise(values: Tensor) -> dict[str, Tensor]:
     """Quantise float32 [n, m] to uint8 `q` [n, m], with float32 `scale` and `zero` [n, 1].
 
-    In a constant row, all numbers are equal, so that the range is 0. The scale of such a row is a
-    tiny fraction of the constant, and (0 - zero) * scale is the constant.
+    If all numbers of a row are equal, the range is 0. The scale of such a row is a tiny fraction of
+    the equal numbers, and (0 - zero) * scale gives these numbers.
     """
     low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
     largest = torch.maximum(low.abs(), high.abs())
@@ -97,8 +97,8 @@ def quantise(values: Tensor) -> dict[str, Tensor]:
 
 
 def dequantise(parts: Mapping[str, Tensor], name: str = "q") -> Tensor:
-    """The values from which `quantise` made these parts, rounded, float32 [n, m]. If a row had NaN
-    or infinity, the whole row is NaN. `name` is the name of the part `q`."""
+    """The values from which `quantise` made these parts, with rounding errors, float32 [n, m].
+    If a row had NaN or infinity, the whole row is NaN. `name` is the name of the part `q`."""
     return (parts[name].float() - parts["zero"]) * parts["scale"]
 
 

@@ -15,8 +15,8 @@ DEFAULT_K = 64
 
 
 class TopK8(KeepsK):
-    """Stores, for each row, the int32 indices of the k values x with the largest |x|, and these k
-    values, quantised as in `full8`. In the decoded row, all other values are zero.
+    """Stores two things for each row: the int32 indices of the k values x with the largest |x|, and
+    these k values, quantised as in `full8`. In the decoded row, all other values are zero.
 
     Attributes:
         k: the number of values to keep of each row. The default is min(64, hidden_size).
@@ -34,7 +34,8 @@ class TopK8(KeepsK):
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:
         values = rows.float()
-        # topk treats NaN as the largest value. Therefore the scale of a row with NaN is NaN.
+        # topk treats NaN as the largest value, and therefore keeps it. The scale of a row with NaN
+        # is then NaN.
         indices = values.abs().topk(self.k, dim=-1).indices
         parts = quantise(values.gather(-1, indices))
         return {"indices": indices.to(torch.int32), "values": parts.pop("q"), **parts}
@@ -44,6 +45,6 @@ class TopK8(KeepsK):
         if indices.numel() and bool(((indices < 0) | (indices >= self.hidden_size)).any()):
             raise ValueError(f"indices are outside a row of {self.hidden_size} values")
         kept = dequantise(parts, "values")
-        # Make rows of zeros. But if the scale of a row is NaN, the whole row is NaN.
+        # Rows of zeros. But if the scale of a row is NaN, this product makes the whole row NaN.
         rows = (parts["scale"] * 0.0).expand(num_rows, self.hidden_size).clone()
         return self._cast(rows.scatter_(-1, indices, kept))

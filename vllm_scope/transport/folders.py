@@ -5,9 +5,9 @@ Runs:  in an API server (for the folder of results) and in a front-end (for the 
        socket).
 
 A process locks its folder. The kernel releases the lock when the process ends. A process that exits
-normally removes its own folder. The process that started the API servers also kills the API
-servers, and then removes their folders. If a whole server is killed, a process that later makes a
-folder of the same kind removes the folders of the killed server.
+normally removes its own folder. At the end, the process that started the API servers kills them,
+and then removes their folders. If a whole server is killed, its folders stay until another process
+makes a folder of the same kind. This process removes the folders of the killed server.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def hold(folder: Path) -> int:
 
 
 def is_held(folder: Path, holder: int) -> bool:
-    """True if the path `folder` still names the folder of the open descriptor `holder`."""
+    """True if the path `folder` still names the folder that the descriptor `holder` has open."""
     try:
         return os.path.samestat(folder.lstat(), os.fstat(holder))
     except FileNotFoundError:
@@ -84,8 +84,8 @@ def end_run(run: str, owner: int, *parents: str | None) -> None:
     """Remove the folders of the processes that this process started for the run.
 
     Args:
-        owner: The process id of the process that started the run. In any other process, such as a
-            fork of the owner, the call removes nothing.
+        owner: The process id of the process that started the run. If another process calls this
+            function, such as a fork of the owner, the call removes nothing.
         parents: Folders to search, in addition to the system's temporary folder.
     """
     if os.getpid() != owner:

@@ -18,8 +18,8 @@ from zmq.auth.thread import ThreadAuthenticator
 from vllm_scope.errors import ConfigError
 from vllm_scope.transport.messages import MOST_FRAME_BYTES, TcpAddress, check_curve, keep_alive
 
-#: The largest number of messages of one worker that wait at the front-end. If the number is
-#: reached, TCP makes the worker wait.
+#: The largest number of messages of one worker that wait at the front-end. When this many messages
+#: wait, TCP makes the worker wait.
 MOST_WAITING = 8
 
 
@@ -63,8 +63,9 @@ class TcpListener:
         socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
         socket.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME_BYTES + 1024)  # CURVE adds bytes to a frame
         keep_alive(socket)
-        # A connection keeps the linger value that the socket had at `bind`. With zmq's default, -1,
-        # an answer to a worker that has ended blocks `term` for ever, even if `close` sets linger.
+        # A connection keeps the linger value that the socket had at `bind`, even if `close` sets
+        # another value. With zmq's default, -1, an unsent answer to a worker that has ended would
+        # block `term` for ever.
         socket.linger = 0
         socket.ipv6 = ":" in host
         try:

@@ -24,7 +24,8 @@ class MappedRings:
     def __init__(self, on_gone: Callable[[int], None]) -> None:
         self._on_gone = on_gone
         self.readers: dict[RingRef, RingReader] = {}
-        #: The index of this front-end's counter in each ring. `close` sets the counters to CLOSED.
+        #: Maps a ring to the index of this front-end's counter in the ring. `close` sets the
+        #: counters to CLOSED.
         self.counters: dict[RingRef, int] = {}
 
     def answer(self, hello: SharedHello) -> Ack:

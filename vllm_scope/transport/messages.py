@@ -5,13 +5,13 @@ Runs:  in workers (senders) and front-ends (receiver.py).
 
 Each front-end process binds one receiving socket, and sends its address to the workers through
 vLLM's own control channel. The workers connect to this socket. Each rank that has rows sends the
-rows directly to the front-end. vLLM's message queue is not used, because that queue pickles each
+rows directly to the front-end. The ranks do not use vLLM's message queue, which pickles each
 message and limits a message to 4 GiB.
 
 The same messages travel in two ways. If the front-end can map the worker's memory, a message names
 slots of the HostRing. The front-end copies the rows from these slots into the caller's tensors. If
-the worker is on another host, or if the mapping fails, the rows are sent over TCP, after the header
-of their message.
+the worker is on another host, or if the mapping fails, the worker sends the rows over TCP, after
+the header of their message.
 
 Promise: the local socket is a file in a folder that only this user can enter. The front-end listens
 on TCP only after a worker has reported that shared memory is not possible. Only workers with the
@@ -37,8 +37,8 @@ from vllm_scope.request.heads import known_head
 from vllm_scope.sinks import Manifest
 from vllm_scope.transport.ring import RingRef
 
-#: The largest frame that is accepted over TCP. zmq allocates as many bytes for a frame as the peer
-#: states, even before zmq has authenticated the peer.
+#: The largest frame that is accepted over TCP. This limit is needed because zmq allocates as many
+#: bytes for a frame as the peer states, even before zmq has authenticated the peer.
 MOST_FRAME_BYTES = 64 << 20
 #: If an end of a connection gets no data for SILENCE_MS, the connection counts as lost. zmq's own
 #: thread sends a heartbeat every HEARTBEAT_MS, even while Python is busy.
@@ -67,12 +67,13 @@ class TcpAddress(msgspec.Struct, frozen=True):
 
 
 class Address(msgspec.Struct, frozen=True):
-    """The data with which workers find a front-end.
+    """The data with which a worker finds a front-end.
 
     Attributes:
-        frontend: the identity of the front-end. This identity is part of every request's Recipient.
-        path: the path of the socket. The same folder contains a file whose name is the value of
-            `frontend`. A worker that sees this file is on the same host.
+        frontend: the identity of the front-end. A request's Recipient contains the identity of its
+            front-end.
+        path: the path of the local socket. The folder of this socket also has a file whose name is
+            the value of `frontend`. A worker that sees this file is on the same host.
         pid: the pid of the front-end's process.
         started: the start time of this process, in the kernel's clock ticks. A later process with
             the same pid has another start time.
@@ -150,7 +151,8 @@ class TcpHello(msgspec.Struct, array_like=True, tag="tcp"):
 
     Attributes:
         session: a random number. A worker uses the same number if it connects again.
-        dial: the number of connections that the worker has made in this session, with this one.
+        dial: the number of connections that the worker has made in this session, including this
+            connection.
     """
 
     session: int
@@ -164,7 +166,8 @@ class Ack(msgspec.Struct, array_like=True, tag="answer"):
         read: over TCP, the number of messages of the session that the front-end has read on all
             connections; CLOSED if the front-end closes. With shared memory, `read` is 0, because
             the ring has a counter.
-        error: why the front-end cannot map the ring; None if it has mapped the ring, and over TCP.
+        error: why the front-end cannot map the ring. None if it has mapped the ring; always None
+            over TCP.
     """
 
     read: int
@@ -181,7 +184,7 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
             TCP.
         boundary: the boundary of the only tap with rows in the batch; None if the batch has the
             rows of all taps.
-        row_bytes: bytes of one row, by its kind, as in layout.Widths.
+        row_bytes: the number of bytes of one row, for each kind, as in layout.Widths.
         layouts: the attribute `points` of each Layout.
         also: the attribute `also` of each Layout; empty if `also` is empty in all Layouts.
         encoded: for each Layout, (text, bytes of a row, points) of each head; empty if no Layout
@@ -245,8 +248,8 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
 
 
 class FinishHeader(msgspec.Struct, array_like=True, tag="finish"):
-    """The end of a request. After this header, the pipeline stage sends no more messages for the
-    request.
+    """The end of a request at one pipeline stage. After this header, the stage sends no more
+    messages for the request.
 
     Attributes:
         manifests: maps the name of each sink, except the memory sink, to the request's manifest at
@@ -291,7 +294,7 @@ class RowsMessage(msgspec.Struct):
     Attributes:
         keys, positions: int64 [num_tokens].
         layout_of: int32 [num_tokens], the index of each token's layout in `layouts`.
-        widths: bytes of a raw row, by its kind.
+        widths: the number of bytes of a raw row, for each kind.
         slots: uint8 [num_slots, SLOT_BYTES], valid only until `on_rows` returns.
         valid: Call this function after you copied the slots. If the result is False, the worker may
             have overwritten the slots, and you must discard the copy.

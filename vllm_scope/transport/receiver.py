@@ -5,10 +5,10 @@ Runs:  on a thread of the front-end.
 From:  senders.   To: results.inbox.
 
 Promise: the callbacks get the messages of a worker in the order of sending, each message one time.
-Two kinds of messages do not reach a callback: a message that cannot be read, and rows of a worker
-that has revoked this front-end. With shared memory, a message with rows is acknowledged after its
-callback has returned or failed. Over TCP, every message is acknowledged after its callback has
-returned or failed. A message over TCP that cannot be read is acknowledged too.
+Two kinds of messages do not reach their callback: a message that cannot be read, and rows of a
+worker that has revoked this front-end. With shared memory, the receiver acknowledges only messages
+with rows, after the callback has returned or failed. Over TCP, the receiver acknowledges every
+message: after the callback has returned or failed, or if the message cannot be read.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: The receiver reads at most this many messages from one socket before it reads the other socket.
 MOST_IN_TURN = 16
-#: When FORGET_S seconds have passed after a connection was lost, the worker of this connection does
-#: not try to connect again (senders.tcp).
+#: The receiver forgets a worker FORGET_S seconds after its connection was lost. By this time, the
+#: worker has stopped trying to connect again (senders.tcp).
 FORGET_S = 60.0
 #: The `kind` argument in folders.py for the folder of a front-end's socket.
 KIND = "rows"
@@ -64,14 +64,15 @@ KIND = "rows"
 
 @dataclass
 class _Session:
-    """A worker on TCP: its connection, and how many of its messages were read.
+    """A worker on TCP: the worker's connection, and how many of the worker's messages were read.
 
-    A worker that connects again repeats the messages that were not read. Messages that arrive later
-    over the old connection are ignored. Therefore no message is read twice. zmq can deliver the
-    hello of an old connection after the hello of a newer one. Such a late hello is ignored too.
+    A worker that connects again repeats the messages that were not read. Therefore the receiver
+    ignores messages that arrive later over the old connection, and no message is read twice. zmq
+    can deliver the hello of an old connection after the hello of a newer connection. The receiver
+    ignores such a late hello too.
 
     Attributes:
-        dial: the `dial` of the hello of this connection.
+        dial: the `dial` in the TcpHello of this connection.
         worker: the identity of the worker's ring; None until the worker has sent its counters.
         lost_at: the time, in monotonic seconds, at which the front-end noticed that the connection
             was lost; None before this time.
@@ -85,14 +86,14 @@ class _Session:
 
 
 class Receiver:
-    """Binds the sockets. The receiver's own thread calls the callbacks with the messages.
+    """Binds the sockets, and calls the callbacks with the messages on a thread of its own.
 
     Args:
-        on_lost: The receiver calls this function if a worker has revoked this front-end. The
-            argument has the keys of the requests whose rows were read too late. If a worker revokes
-            the front-end while `on_rows` copies rows, the message's `valid` returns False.
-        on_unread: The receiver calls this function if the header of a message with rows can be read
-            and its rows cannot. The argument has the keys of the requests of these rows.
+        on_lost: If a worker has revoked this front-end, the receiver calls this function with the
+            keys of the requests whose rows were read too late. If a worker revokes the front-end
+            while `on_rows` copies rows, the message's `valid` returns False.
+        on_unread: If the header of a message can be read, but its rows cannot, the receiver calls
+            this function with the keys of the requests of these rows.
         on_gone: When a new worker connects, the receiver calls this function with the identity of
             each ring whose worker has ended, or has had no TCP connection for FORGET_S seconds.
     """
@@ -129,8 +130,8 @@ class Receiver:
         self._listener = TcpListener(self._context)
         self._lock = threading.Lock()
         self._closing = False
-        #: A descriptor that wakes the thread. The thread closes this descriptor under `_lock`, and
-        #: then sets `_wake` to -1.
+        #: A descriptor that wakes the thread. At its end, the thread closes this descriptor under
+        #: `_lock`, and sets `_wake` to -1.
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="vllm-scope-inbox", daemon=True)
         self._thread.start()
@@ -138,8 +139,8 @@ class Receiver:
         self._cleanup = Finalize(self, release, (folder, holder), exitpriority=0)
 
     def listen(self, host: str) -> None:
-        """Also bind the TCP socket, and put its address into `address`. If the receiver listens on
-        TCP already, or is closed, do nothing.
+        """Also bind the TCP socket, and put its address into `address`. If the receiver already
+        listens on TCP, or is closed, do nothing.
 
         Args:
             host: an address, or a network interface, of this host that workers can reach. For
@@ -181,8 +182,8 @@ class Receiver:
         self._say_goodbye()
 
     def _take_turn(self, receive: Callable[[], None]) -> None:
-        """Read up to MOST_IN_TURN waiting messages. To poll before every message would take twice
-        the time."""
+        """Read up to MOST_IN_TURN waiting messages. A poll before each message would double the
+        time."""
         for _ in range(MOST_IN_TURN):
             try:
                 receive()

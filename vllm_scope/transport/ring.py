@@ -9,17 +9,17 @@ From:  worker.filler (writes).   To: messages (they name spans), receiver (reads
 The memory is a memfd. A memfd has no name in any file system. Only processes of the same user can
 open the memfd, through /proc. The kernel frees the memory when all processes that have opened the
 memfd have ended. For a GPU, the memory is registered with CUDA: the device then copies directly
-into the memory that the front-end reads. A process on the host cannot open the memfd if the process
-is in another pid namespace, or if the mount option hidepid hides the worker. In another pid
-namespace, the same path in /proc can name another file. Therefore a reader compares the identity in
-the ring's header with the identity in the RingRef.
+into the memory that the front-end reads. If a process is in another pid namespace, or if the mount
+option hidepid hides the worker, the process cannot open the memfd. In another pid namespace, the
+same path in /proc can name another file. Therefore a reader compares the identity in the ring's
+header with the identity in the RingRef.
 
 Promise: the worker writes a span again only after every lease on the span is released. Each reader
 has a counter in the ring's header. The reader reads messages in order, and sets the counter to the
-number of the last message that was read. A counter is reused only if the last reader of this
-counter cannot write to the counter any more. If a running reader does not read for `patience_s`,
-the worker sets the reader's revoked flag before the worker reuses the slots. A reader that sees the
-revoked flag must discard its copy of the rows.
+number of the last message that it has read. A counter gets a new reader only after the counter's
+old reader cannot write to it any more. If the worker waits for a running reader for `patience_s`
+and the reader makes no progress, the worker sets the reader's revoked flag, and then reuses the
+slots. A reader that sees the revoked flag must discard its copy of the rows.
 """
 
 from __future__ import annotations
@@ -126,10 +126,11 @@ class HostRing(SpanRing[Lease]):
         counters: int64 [MAX_READERS]. Readers write the counters.
         reclaim: `acquire` calls this function while it waits. The function releases the leases
             whose rows have been read.
-        give_up: While `acquire` waits for a lease, `acquire` calls this function with the lease
-            every patience_s / 2. The function revokes a reader that has made no progress since the
-            last call with the same lease.
-        patience_s: the seconds after which `give_up` has revoked a reader that makes no progress.
+        give_up: While `acquire` waits for a lease, it calls this function with the lease every
+            patience_s / 2 seconds. The function revokes each reader that has made no progress since
+            the last call with the same lease.
+        patience_s: if a reader makes no progress for this many seconds of waiting, `give_up`
+            revokes the reader.
         wait_ms: how long `acquire` has waited for readers in total, in milliseconds.
     """
 
@@ -255,8 +256,8 @@ class RingReader:
 
     @property
     def gone(self) -> bool:
-        """True if the worker has closed the ring, or has ended. The inodes are compared, because
-        the worker can reuse the descriptor for another file."""
+        """True if the worker has closed the ring, or has ended. This method compares inodes,
+        because the worker can reuse the descriptor for another file."""
         try:
             return os.stat(self._path).st_ino != self._inode
         except OSError:
@@ -267,11 +268,11 @@ class RingReader:
         return self._slots[start:stop]
 
     def revoked(self, reader: int) -> bool:
-        """True if the worker has revoked the reader. Call this method after a copy. If the result
-        is True, the copy may contain rows of other requests."""
+        """True if the worker has revoked the reader. Call this method after you have copied rows.
+        If the result is True, the copy can contain rows of other requests."""
         return bool(self._revoked[reader])
 
     def acknowledge(self, reader: int, message: int) -> None:
-        """Report that all messages up to number `message` are read. If `message` is CLOSED, all
-        messages count as read."""
+        """Tell the worker that all messages up to number `message` are read. If `message` is
+        CLOSED, all messages count as read."""
         self._counters[reader] = message

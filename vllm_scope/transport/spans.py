@@ -45,12 +45,13 @@ class SpanRing(ABC, Generic[S]):
         if num_slots > self.num_slots:
             raise ValueError(f"{self.name} of {self.num_slots} slots has no room for {num_slots}")
         if num_slots == 0:
-            # An empty span is not queued, because the search below would stop at an empty span.
+            # An empty span is not put in the queue, because the loop below would stop at an empty
+            # span.
             return self._new_span(self._head, self._head)
         start = self._head
         if start + num_slots > self.num_slots:
-            # Start again at slot 0. The spans at the ring's end are the oldest spans, so the queue
-            # stays in order.
+            # The span does not fit before the ring's end, and must start at slot 0. First wait for
+            # all spans at the ring's end. They are the oldest spans, so the queue stays in order.
             while self._spans and self._spans[0].start >= start:
                 self._wait_for_first()
             start = 0

@@ -5,10 +5,10 @@ Owns:  the tensor with the slots, and the allocation of regions to steps.
 Runs:  in each worker with taps; `acquire` on the worker's thread.
 From:  plan (how many slots a step needs).   To: graph.tap (writes rows), drain (copies the rows).
 
-Promise: a step can use the slots of a region again only after the region's fence. The fence follows
-the copy of the region's rows, so no row is overwritten before it is copied. If the arena is full on
-a CPU, the worker's thread waits for the copy. On a GPU, the model's stream waits for the copy, and
-the worker's thread waits only until the copy is enqueued.
+Promise: no row is overwritten before it is copied. Each region has a fence, which is set after the
+copy of the region's rows. A later step uses the same slots only after the fence is set. On a CPU,
+the worker's thread waits for the fence. On a GPU, the model's stream waits for the fence, and the
+worker's thread waits only until the copy is enqueued.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class HostFence(threading.Event):
 
 
 class StreamFence:
-    """A CUDA event that follows the copy of a region. After `wait`, the current stream waits for
-    this event. The host waits in `wait` only until the copy of the region is enqueued."""
+    """A CUDA event that follows the copy of a region. `wait` makes the current stream wait for this
+    event. The thread that calls `wait` waits only until the copy is enqueued."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()
@@ -52,8 +52,8 @@ class StreamFence:
         if self._enqueued is not None and not self._enqueued.is_set():
             self._hurry()
             self._enqueued.wait()
-        # Usually the copy is already done. To query an event takes a fifth of the time that is
-        # needed to enqueue a wait for the event.
+        # Usually the copy is already done. A query of an event takes a fifth of the time of
+        # `self._event.wait()`.
         if not self._event.query():
             self._event.wait()
 
@@ -89,8 +89,8 @@ class Arena(SpanRing[Region]):
     def __init__(self, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(num_slots)
         shape = (num_slots, SLOT_BYTES // dtype.itemsize)
-        # The tensor is filled now. If the first use of the tensor's host pages came later, the
-        # growth of the process would look like a leak of memory.
+        # The tensor is filled now, so that a CPU's process gets all pages of the tensor at once.
+        # Otherwise the process would grow while it runs, which would look like a memory leak.
         self.slots = torch.empty(shape, dtype=dtype, device=device).fill_(0)
         self._new_fence = StreamFence if device.type == "cuda" else HostFence
 

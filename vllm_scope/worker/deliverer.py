@@ -5,8 +5,9 @@ Runs:  on the drain thread.
 From:  drain (the items), filler.   To: a BatchSink (sinks.router), the score store.
 
 Promise: the sink gets rows in the order of their steps. The sink's `finish` for a request is called
-after all rows of the request. If rows cannot be delivered, the error is logged, and the requests
-report these rows as dropped, or fail. The engine and all later steps continue after such an error.
+after the sink has all rows of the request. If rows cannot be delivered, the deliverer logs the
+error. The requests of these rows then report the rows as dropped, or fail. The engine and all later
+steps continue.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 @dataclass
 class Waiting:
-    """Steps whose rows will be written together, and the work that follows these steps. In this
-    work, the store keeps scores, then the store forgets scores, and then requests end."""
+    """Steps whose rows will be written together, and the work that follows these steps. After the
+    rows are written, the store keeps scores, then the store forgets scores, and then requests
+    end."""
 
     steps: list[Rows] = field(default_factory=list)
     kept: list[Filled] = field(default_factory=list)
@@ -55,8 +57,8 @@ class Waiting:
         """
         if self.ended and not (self.steps and step.is_done):
             return False
-        # While a Keep item waits, the store has room for the single tokens of at most
-        # MOST_STEPS_KEPT more steps.
+        # The tokens of a Keep item are in a ring of the store. While the item waits, at most
+        # MOST_STEPS_KEPT more steps may add tokens to this ring.
         late = bool(self.kept) and len(self.steps) >= MOST_STEPS_KEPT
         return not self.steps or (not late and may_join(self.steps, step))
 
@@ -156,14 +158,14 @@ class Deliverer:
 
     def write(self, steps: Sequence[Rows]) -> None:
         """Wait until the rows of some steps are in the ring, then give the rows to the sink and
-        release the leases of these steps. The sink does not get lost rows. `may_join` must be True
-        for these steps."""
+        release the leases of these steps. The sink does not get the rows of a step whose copy
+        failed. `may_join` must be True for these steps."""
         try:
             waiting = [step for step in steps if step.waits]
             lost = {id(step) for step in waiting} - set(map(id, self._filler.fill_waiting(waiting)))
             # The side stream copies rows to the ring. Taps that write into the ring run on the
             # model's stream. On each of these two streams, the last event follows all earlier
-            # events.
+            # events. Therefore this thread waits for one event of each stream.
             for written in (True, False):
                 events = [s.copied for s in steps if (s.region is None) is written and s.copied]
                 if events:
@@ -204,9 +206,8 @@ class Deliverer:
             self._sink.write(RowBatch(whole, lease, self._widths, first.boundary))
 
     def _write_all_stored(self, items: Sequence[Stored]) -> None:
-        """Give stored scores to the sink. If `lie_together` is True for some items, the sink
-        gets the scores of these items as one batch. Usually these are the scores of several
-        requests that arrived together."""
+        """Give stored scores to the sink. If `lie_together` is True for some items, the sink gets
+        their scores as one batch. Usually, such items belong to requests that arrived together."""
         run: list[Stored] = []
         try:
             for item in items:

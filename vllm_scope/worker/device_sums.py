@@ -3,12 +3,12 @@
 Owns:  DeviceSums.
 Runs:  on the threads of worker.summing.   To: batch.sums.
 
-Promise: sums are float64. Products of the numbers of 16-bit rows on a GPU are exact in float32. The
-products of at most MOST_AT_ONCE such rows are added in float32 (worker.squares), and the result is
-added to the float64 sums. All other products are computed in float64. The matrix x x^T is
-symmetric. Only the numbers of x x^T on and above the diagonal, and some numbers below the diagonal,
-are computed. The argument `room` of the constructor is the memory of all vectors and matrices. The
-methods `add` and `read` run in torch's inference mode, which vLLM also uses for its steps.
+Promise: sums are float64. The product of two 16-bit numbers is exact in float32. Therefore, for
+16-bit rows on a GPU, worker.squares adds the products of at most MOST_AT_ONCE rows in float32, and
+then adds the result to the float64 sums. All other products are computed in float64. Because the
+matrix x x^T is symmetric, most numbers below its diagonal are not computed. All vectors and
+matrices lie in the argument `room` of the constructor. The methods `add` and `read` run in torch's
+inference mode, which vLLM also uses for its steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: A float64 copy of rows has at most this many bytes.
 COPY_BYTES = 32 << 20
-#: The largest number of 16-bit rows on a GPU whose products are added in float32 at a time.
+#: On a GPU, the products of at most this many 16-bit rows are added in float32 at a time.
 MOST_AT_ONCE = 8192
 
 
@@ -122,7 +122,7 @@ class DeviceSums:
 
     def _keep(self, rows: Tensor) -> None:
         """If there are at least as many rows as `_rows` can hold, multiply the rows now. Otherwise
-        copy the rows to `_rows`. The rows of `_rows` are multiplied when `_rows` is full."""
+        copy the rows to `_rows`. When `_rows` is full, multiply the rows in `_rows`."""
         if len(rows) >= len(self._rows):
             self._multiply(rows)
             return

@@ -1,12 +1,13 @@
 """Moves rows from the arena through the host ring to the sink, outside the model's forward.
 
 Owns:  Drain, which has the drain thread and the items that wait for this thread.
-Runs:  `submit` and `finish_request` on the worker's thread, `submit` after the taps that write the
-       rows were enqueued. The drain thread delivers the rows.
+Runs:  `submit` and `finish_request` on the worker's thread. The worker calls `submit` after it has
+       enqueued the taps that write the rows. The drain thread delivers the rows.
 From:  arena, step_plan (labels).   To: filler (copies rows into transport.ring), deliverer, pace.
 
 Promise: the sink gets rows in the order of their steps. The sink's `finish` for a request is called
-after all rows of the request. If the sink is slow, the worker waits, and the drain drops no rows.
+after the sink has all rows of the request. If the sink is slow, the worker waits, and the drain
+drops no rows.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class Drain:
         saes, moments_bytes, joins, drafts: The same as for Filler.
 
     Attributes:
-        defers: True on a GPU. On a GPU, `submit_stored` does not wake the drain thread, unless the
-            watch has requests. `nudge` later wakes the thread.
+        defers: True on a GPU. If True, `submit_stored` wakes the drain thread only if the watch has
+            requests. Otherwise `nudge` wakes the thread later.
     """
 
     def __init__(
@@ -97,20 +98,21 @@ class Drain:
         self._summing, self._stream = self.filler.summing, self.filler.stream
         self._deliverer = Deliverer(self.filler, ring, sink, widths, store)
         self._pace = Pace()
-        # Each waiting step with rows for the sink has a lease on slots of the ring, so the size of
-        # the ring limits the number of these steps.
+        # The size of the ring limits the length of this queue, because each step with rows for the
+        # sink has a lease on slots of the ring.
         self._items: deque[Item] = deque()
         self._closing = False
-        #: If more than `_most_unseen` slots of the arena or the ring wait for the drain thread, the
-        #: thread ends a long rest. `_most_unseen` is at most a quarter of the slots of the arena
-        #: and of the ring, so that the arena and the ring have room for the next steps.
-        #: `_num_unseen`: how many slots were submitted since the thread last processed items.
+        #: `_num_unseen`: how many slots were submitted since the drain thread last processed items.
+        #: If there are more than `_most_unseen`, the thread ends a long rest. `_most_unseen` is at
+        #: most a quarter of the slots of the arena and of the ring, so that both have room for the
+        #: next steps.
         most = min(MOST_UNSEEN_BYTES // SLOT_BYTES, arena.num_slots // 4, len(ring.slots) // 4)
         self._most_unseen, self._num_unseen = most, 0
         self.defers = self._stream.is_cuda
         #: True if stored scores were submitted since the last `nudge`.
         self._unseen_scores = False
-        #: True if, on a CPU, the drain thread may still have to fill the leases of earlier steps.
+        #: True if the drain thread may still have to fill the leases of earlier steps. Always False
+        #: on a GPU.
         self._unfilled = False
         self._thread = threading.Thread(target=self._run, name="vllm-scope-drain", daemon=True)
         self._thread.start()
@@ -135,7 +137,8 @@ class Drain:
 
     def follow(self, key: int) -> None:
         """Until this request ends, deliver rows soon after they are computed. A request is followed
-        if its caller reads rows meanwhile, or if a sink other than `memory` gets its rows."""
+        if its caller reads rows while the request runs, or if a sink other than `memory` gets its
+        rows."""
         self._pace.follow(key)
 
     def finish_request(self, key: int, error: str | None = None) -> None:
@@ -155,9 +158,9 @@ class Drain:
         """Record how many tokens of each request with Moments are accepted.
 
         Args:
-            num_tokens: Maps the key of a request to the number of the request's tokens (prompt and
-                generated) that were accepted when EngineCore scheduled the next step, or when the
-                request ended.
+            num_tokens: Maps the key of a request to the number of its accepted tokens (prompt and
+                generated). EngineCore counts these tokens when it schedules the next step, or when
+                the request ends.
         """
         self._in_order(partial(self._accept, num_tokens))
 
@@ -167,7 +170,7 @@ class Drain:
 
     def _in_order(self, call: Callable[[], None]) -> None:
         """Call a function after all submitted rows were given to the sums. On a GPU, `submit` has
-        already done this, so the function is called now."""
+        already given the rows to the sums, so the function is called now."""
         if self._stream.is_cuda:
             call()
         else:
@@ -231,8 +234,8 @@ class Drain:
     def submit_written(self, lease: Lease, labels: Labels, positions: Tensor | None) -> None:
         """Deliver rows that taps on a GPU write directly into the ring.
 
-        This delivery needs one event, and no copy on another stream. For a small step, the host
-        would need more time to enqueue such a copy than the device would need for the copy.
+        Such rows need no copy on the side stream, only one event. For a small step, enqueuing the
+        copy takes the host longer than the copy takes the device.
         """
         if positions is not None:
             positions = to_host(positions)
@@ -243,9 +246,9 @@ class Drain:
     def submit_stored(self, labels: Labels, write: Callable[[Lease], bool]) -> None:
         """Deliver the scores that the store kept for cached tokens.
 
-        On a CPU, or if the watch has requests, this method wakes the drain thread. Otherwise the
-        drain thread is left asleep until `nudge`. If the drain thread woke up before `nudge`, it
-        would delay the worker's thread, which launches the model next.
+        On a CPU, or if the watch has requests, this method wakes the drain thread. Otherwise
+        `nudge` wakes the drain thread later. If the drain thread worked now, it would delay the
+        worker's thread, which launches the model next.
 
         Args:
             labels: The labels of the tokens. All tokens have one layout.
@@ -271,8 +274,8 @@ class Drain:
         """Let the drain thread deliver stored scores. If the drain thread sleeps, the thread wakes
         up at once. If the drain thread is in a long rest, the thread ends this rest only if many
         slots wait, or if a running request is followed (`follow`). Call this method after the
-        launch of the step that computes the other tokens of the requests with these scores. The
-        drain thread then works while the device computes these tokens."""
+        launch of the step that follows `submit_stored`. The drain thread then works while the
+        device computes this step."""
         if not self._unseen_scores:
             return
         self._unseen_scores = False
@@ -326,9 +329,9 @@ class Drain:
         self._pace.hurry()
 
     def settle(self) -> None:
-        """Wait until heads were applied to all submitted rows, but at most ANSWER_S seconds for the
-        drain thread. The caller can then change weights that heads read on the device, such as the
-        model's unembedding."""
+        """Wait until heads were applied to all submitted rows. Wait at most ANSWER_S seconds for
+        the drain thread. The caller can then change weights that heads read on the device, such as
+        the model's unembedding."""
         if not self._thread.is_alive():
             return
         done = threading.Event()
@@ -355,9 +358,9 @@ class Drain:
                 self._unfilled = not self._stream.is_cuda
         self._items.append(item)
         if isinstance(item, Rows):
-            # On a GPU, the copy of the region is already enqueued, and the region is free after
-            # this copy. If a step is deferred (`tapped` is not None), `filler.much_waits` counts
-            # the step's region.
+            # Count the region only if it waits for the drain thread. On a GPU, the region of a step
+            # that is not deferred does not wait, because its copy is already enqueued. The region
+            # of a deferred step (`tapped` is not None) is counted by `filler.much_waits`.
             region = None if item.tapped else item.waits
             held = 0 if region is None else region.num_slots
             self._num_unseen += max(held, item.lease.stop - item.lease.start)
@@ -366,9 +369,9 @@ class Drain:
         self._pace.wake()
 
     def _show(self, step: Rows, watch: Watch) -> Rows | None:
-        """Give a step to the watch. On a CPU, the rows are copied now, because the watch may need
-        the rows before the drain thread would copy them. Returns the step that the drain thread
-        will process, or None if the step's rows are lost."""
+        """Give a step to the watch. On a CPU, this method copies the rows to the ring now, because
+        the watch may need the rows before the drain thread would copy them. Returns the step that
+        the drain thread will process, or None if the step's rows are lost."""
         if step.copied is None:
             if not self.filler.fill_waiting([step]):
                 return None
@@ -379,7 +382,8 @@ class Drain:
 
     def _wait_for_sums(self) -> None:
         """If requests have Moments, wait until the drain thread has filled the leases of earlier
-        steps. Otherwise this step's rows would be added to sums before those of earlier steps."""
+        steps. Without this wait, this step's rows would be added to sums before the rows of earlier
+        steps."""
         if self._summing:
             filled = threading.Event()
             self.later(filled.set)

@@ -58,9 +58,9 @@ class Rows(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def is_done(self) -> bool:
-        """True if the device has written these rows to the ring, or to the region of a deferred
-        step. On a CPU, always True. After an error of the device, the result is False, because a
-        wait for the event would raise this error."""
+        """True if the device has written these rows to the ring, or, for a deferred step, to the
+        region. On a CPU, always True. False after an error of the device, because a wait for the
+        event would raise this error."""
         event = self.copied or self.tapped
         try:
             return event is None or event.query()
@@ -131,15 +131,15 @@ Item = Rows | Finish | Stored | Collect | Keep | Forget | Callable[[], None]
 
 
 def may_join(steps: Sequence[Rows], item: Rows) -> bool:
-    """True if the rows of `item` and of `steps` can be one batch. Each of these steps then has the
-    rows of all taps, and the layouts of the steps are equal. The rows are adjacent in the ring, and
-    have at most MOST_BYTES together."""
+    """True if the rows of `item` and of `steps` can be one batch. There are three conditions. Each
+    of these steps has the rows of all taps. The steps have equal layouts. The rows are adjacent in
+    the ring, and have at most MOST_BYTES together."""
     return item.boundary is None and steps[-1].boundary is None and lie_together(steps, item)
 
 
 def lie_together(run: Sequence[Rows] | Sequence[Stored], item: Rows | Stored) -> bool:
     """True if `item` follows `run` in the ring, has the same layouts, and has at most MOST_BYTES
-    together with `run`. Stored items can then be one batch."""
+    together with `run`. If True, Stored items can be one batch."""
     first, last = run[0], run[-1]
     return (
         item.lease.start == last.lease.stop
@@ -150,9 +150,9 @@ def lie_together(run: Sequence[Rows] | Sequence[Stored], item: Rows | Stored) ->
 
 def adjacent(steps: Sequence[Rows], joins: bool) -> Iterator[list[Rows]]:
     """Divide a list of steps into runs of adjacent steps. If `joins` is False, each run has one
-    step. `may_join` must be True for these steps. Heads can be applied to all rows of a run
-    together, because the rows are adjacent in the arena and in the ring, and no row is added to
-    sums."""
+    step. `may_join` must be True for these steps. In a run of several steps, the rows are adjacent
+    in the arena and in the ring, and no row is added to sums. Therefore heads can be applied to all
+    rows of a run together."""
     run: list[Rows] = []
     for step in steps:
         if run and not (joins and _follows(run[-1], step)):

@@ -1,7 +1,7 @@
 """Copies regions from the arena to the ring, applies heads, and adds rows to sums.
 
-Owns:  Filler, which has the Packer, the Summing and the side stream, and which decides which steps
-       are deferred.
+Owns:  Filler, which has the Packer, the Summing and the side stream. Filler also decides which
+       steps are deferred.
 Runs:  `copy` and `put_off` on the worker's thread, `fill_waiting` on the drain thread. On a CPU, if
        a watch needs the rows of a step, `fill_waiting` runs on the worker's thread.
 From:  drain, deliverer.   To: packer, summing, the leases.
@@ -56,13 +56,13 @@ class Filler:
             fewer launches, and reads the weights of a held SAE one time for all these steps. If
             None, `joins` is True on a GPU and False on a CPU.
         forget: The filler calls this function with the keys of requests that lost rows or scores.
-            The function must stop keeping the scores of these requests.
+            From then on, the score store must not keep the scores of these requests.
         drafts: True if a computed token can be rejected (speculative decoding). A request that
             loses rows then fails.
 
     Attributes:
-        failed: the errors of running requests for which a head has failed, or which fail because
-            they lost rows, by the request's key.
+        failed: maps the key of a running request to an error: a head has failed, or the request
+            fails because it lost rows.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Filler:
         self.stream = SideStream(device)
         self._joins = self.stream.is_cuda if joins is None else joins
         self.failed: dict[int, str] = {}
-        #: Three numbers of slots of the arena, on a GPU. `_num_put_off`: the slots of all deferred
+        #: Three counts of arena slots, used on a GPU. `_num_put_off`: the slots of all deferred
         #: steps so far. `_num_caught_up`: the slots of deferred steps that the drain thread has
         #: copied. `_most_put_off`: the largest number of slots that may wait for the drain thread.
         self._num_put_off, self._num_caught_up, self._most_put_off = 0, 0, arena.num_slots // 4
@@ -99,8 +99,8 @@ class Filler:
     def may_put_off(self, region: Region, labels: Labels) -> bool:
         """True if, on a GPU, the drain thread should copy this step together with other steps.
 
-        The step must be small, and the number of waiting slots must stay within a limit. Heads must
-        multiply some of the step's rows by weights. No row may be added to sums."""
+        There are four conditions. The step is small. The number of waiting slots stays within a
+        limit. Heads multiply some of the step's rows by weights. No row is added to sums."""
         return (
             self._joins
             and region.num_slots <= self._most_put_off // 8
@@ -147,8 +147,8 @@ class Filler:
         """Fill the leases of steps together. After a failure, fill each lease separately. Returns
         the steps whose leases were filled."""
         try:
-            # On a GPU, inference mode is used here because the worker's thread also fills leases in
-            # inference mode.
+            # On a GPU, the worker's thread also fills leases, in inference mode. Therefore the
+            # drain thread uses inference mode too.
             with self.stream.entered(), torch.inference_mode(self.stream.is_cuda):
                 self._fill_together(steps)
             return steps
@@ -187,8 +187,8 @@ class Filler:
         rows are lost), and a copy of `positions` on the host (None if `positions` is None)."""
         if positions is not None:
             positions = to_host(positions)
-        # If rows are added to sums, later steps query this event. The next step must then use
-        # another event.
+        # If rows are added to sums, later steps query this event. In this case the next step must
+        # not record the same event again.
         written = self.stream.wait_for_taps(lasting=labels.sums)
         copied, whole = self.stream.event(), True
         with self.stream.entered():
@@ -228,8 +228,8 @@ class Filler:
 
     def lose(self, labels: Labels) -> None:
         """Stop keeping scores of requests that lost rows. These requests report the lost rows as
-        dropped. With drafts, these requests fail, because the row of a rejected draft could
-        otherwise replace a lost row."""
+        dropped. With drafts, these requests fail, because an earlier row of a rejected draft could
+        otherwise stand in place of a lost row."""
         keys = set(labels.keys.tolist())
         if self._drafts:
             self._fail(keys, ROWS_LOST)

@@ -3,8 +3,8 @@
 Owns:  DeviceSae (the encoder of one SAE on the device), `hold_saes`, and PairMaker (the protocol of
        DeviceSae and DeviceLens).
 Runs:  in workers that have a drain. SAEs are loaded when the worker starts. The drain thread
-       computes features. On a GPU, for steps that are not deferred (worker.filler), the worker's
-       thread enqueues the computation of features on the drain's stream.
+       computes features. On a GPU there is one exception: if a step is not deferred
+       (worker.filler), the worker's thread enqueues the computation on the drain's stream.
 From:  saes.sae.   To: packer.
 
 Promise: the host never waits for the device. Products of rows and weights need about 2 * MOST_BYTES
@@ -33,8 +33,8 @@ MOST_BYTES = 256 << 20
 #: If weights are in float8, at most this many bytes of weights are unpacked at a time.
 UNPACKED_BYTES = 32 << 20
 FP8 = torch.float8_e4m3fn
-#: The number of features in a group. The k strongest features are in the k groups with the largest
-#: maxima, so only the features of these groups are sorted.
+#: The number of features in a group. The k strongest features are always in the k groups with the
+#: largest maxima. Therefore only the features of these groups are sorted.
 GROUP = 64
 
 
@@ -124,8 +124,8 @@ class DeviceSae:
                 weight = scaled["q"]
                 self._scale[here] = scaled["scale"][:, 0]
             if sae.apply_b_dec_to_input:
-                # With this bias, the rounding error of the weights is multiplied by x - b_dec. If
-                # the bias were not corrected, the error would be multiplied by x.
+                # The weights have a rounding error. With this corrected bias, the error is
+                # multiplied by x - b_dec, and not by x.
                 rounded = weight.double()
                 if self._scale is not None:
                     rounded *= self._scale[here, None]
@@ -230,7 +230,7 @@ def packed_pairs(
     """uint8 [num_rows, bytes in whole slots]: `count` int32 indices, then `count` float32 values.
 
     Args:
-        most_rows: The largest number of rows in one call of `found`.
+        most_rows: The largest number of rows in one call of the function `found`.
         found: A function that returns the values and the indices for n rows, each [n, at most
             count].
         absent: The index of the missing pairs, if `found` returns fewer than `count` pairs. The

@@ -59,7 +59,7 @@ class KeptSums:
 
     def of(self, key: Key, action: ResolvedMoments) -> DeviceSums | None:
         """The sums of a key. If the key has no sums yet, sums are created. None if there is no room
-        for new sums, or if the existing sums are of another kind than the action needs."""
+        for new sums, or if the key has sums of another kind than the action needs."""
         kind = action.covariance, action.target is not None
         if key in self._sums:
             found = self._sums[key][0]
@@ -86,7 +86,8 @@ class KeptSums:
         end = 0
         for key, (one, start) in self._sums.items():
             shift = start - end
-            # Sums are copied in parts of `shift` bytes, because no such part overlaps its target.
+            # The sums move by `shift` bytes. They are copied in parts of at most `shift` bytes,
+            # because such a part does not overlap its target.
             for first in range(start, start + one.num_bytes, shift) if shift else ():
                 size = min(shift, start + one.num_bytes - first)
                 self._room(first - shift, size).copy_(self._room(first, size))

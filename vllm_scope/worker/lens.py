@@ -49,7 +49,7 @@ class DeviceLens:
         return replace(self, logits=lambda rows: self.logits(mapped(rows)))
 
     def reserve(self, row: Tensor) -> None:
-        """Compute the tokens of `most_rows` rows one time, so that torch's allocator keeps enough
+        """Compute the tokens of `most_rows` rows one time. torch's allocator then keeps enough
         memory for later rows. Call this method on the stream that will compute the tokens of later
         rows.
 

@@ -4,8 +4,8 @@ rows and weights one time.
 Owns:  `maxima`, with a Triton kernel.
 Runs:  on GPUs, on the thread that computes features (see worker.held_saes).
 
-Promise: features are computed in the same way as in held_saes. If a group has a NaN, the group's
-maximum is NaN.
+Promise: features are computed from products, bias and threshold in the same way as in held_saes. If
+a group has a NaN, the group's maximum is NaN.
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ The drain thread delivers several steps at a time. A request is followed if its 
 while the request runs, or if a sink other than `memory` gets its rows. After the thread has
 delivered steps, it usually rests for LINGER_S if a request is followed, else for LINGER_UNSEEN_S.
 If a request has ended, this rest is shorter, because the request's caller waits for the last rows.
-The drain thread shares the GIL with the thread that launches the model. When the drain thread woke
-up for each step of 1 ms, the launching thread lost a third of its speed (measured on an H200, with
+The drain thread shares the GIL with the thread that launches the model. If the drain thread wakes
+up for each step of 1 ms, the launching thread loses a third of its speed (measured on an H200, with
 the shape of a 0.5B model). On a GPU, the drain thread therefore starts no work during a launch.
-Longer rests save time of the front-end: a message with the rows of one step takes 0.6 ms, and a
-message with the rows of 16 steps takes 0.7 to 0.9 ms (measured with 16 requests, on two busy
-cores).
+Longer rests save time of the front-end. The front-end needs 0.6 ms for a message with the rows of
+one step, and 0.7 to 0.9 ms for a message with the rows of 16 steps (measured with 16 requests, on
+two busy cores).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ LINGER_AT_END_S = 0.002
 #: The longest time that the drain thread waits for the end of a launch.
 MOST_LAUNCH_S = 0.05
 #: For each second of work, the drain thread owes REST seconds of rest. If the thread owes more than
-#: MOST_OWED_S, it rests for LINGER_AT_END_S to MOST_REST_S each time, even if a request has ended.
+#: MOST_OWED_S seconds, each rest takes LINGER_AT_END_S to MOST_REST_S, even if a request has ended.
 #: This rest has an upper limit, because a worker that needs room in the arena or in the ring waits
-#: for the thread. If the thread owes less, the end of a request ends the rest.
+#: for the thread. If the thread owes at most MOST_OWED_S, the end of a request ends the rest.
 REST, MOST_REST_S, MOST_OWED_S = 4, 0.04, 0.2
 
 
@@ -47,7 +47,8 @@ class Pace:
 
     def __init__(self) -> None:
         self.sleeping = False
-        #: Seconds of rest that the thread owes, and the time of the last update of this number.
+        #: `_owed`: the seconds of rest that the thread owes. `_rested`: the time of the last change
+        #: of `_owed`.
         self._owed, self._rested = 0.0, time.monotonic()
         self._wake = threading.Event()
         #: Three events since the drain thread last processed items. `_ended`: a request has ended.
@@ -93,8 +94,8 @@ class Pace:
 
     def begin_launch(self) -> None:
         """Let the drain thread start no work until `end_launch`. The worker's thread launches the
-        model in hundreds of operations. Each operation releases the GIL. If the drain thread
-        worked, the worker's thread would have to wait each time until it gets the GIL again."""
+        model in hundreds of operations, and each operation releases the GIL. If the drain thread
+        worked at the same time, the worker's thread would wait for the GIL after each operation."""
         self._between_launches.clear()
 
     def end_launch(self) -> None:

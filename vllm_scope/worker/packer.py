@@ -1,6 +1,6 @@
 """Gathers the rows of a region of the arena, and applies heads to the rows.
 
-Owns:  Packer, which decides the slots in the batch for each row of a region, and which holds the
+Owns:  Packer. The packer decides which slots of the batch each row of a region gets, and holds the
        weights of heads.
 Runs:  `hold` and `num_slots` on the worker's thread, `release_all` on the drain thread, `pack` on
        the threads on which worker.filler fills leases. Work on a GPU is enqueued on the drain's
@@ -8,8 +8,8 @@ Runs:  `hold` and `num_slots` on the worker's thread, `release_all` on the drain
 From:  filler.   To: codecs.packed, probe_bank, held_saes, lens.
 
 Promise: the host never waits for the device. The number of kernel launches depends on the number of
-pairs (layout, head) and on the number of bytes, but not on the number of rows. The extra memory is
-limited, because a head gets at most CHUNK_BYTES of raw rows in one call.
+pairs (layout, head) and on the number of bytes, but not on the number of rows. A head gets at most
+CHUNK_BYTES of raw rows in one call. This limits the extra memory.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ from vllm_scope.worker.slot_views import WORDS, Grid, gathered
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: One call of a head gets at most this many bytes of raw rows. To encode these rows needs about ten
-#: times as much memory.
+#: One call of a head gets at most this many bytes of raw rows. The encoding of these rows needs
+#: about ten times as much memory.
 CHUNK_BYTES = 16 << 20
 #: The largest number of distinct projections of rp8 for all running requests.
 MOST_PROJECTIONS = 8
 #: The first three fields of a _Move.
 _Kind = tuple[Head | tuple[Bank, ...] | None, int, int]
-#: Maps a `_Kind` to pairs: the first slots of rows in the region, and in the chunk. In
-#: `_uniform_chunks`, both are counted from the first slot of a token.
+#: Maps a `_Kind` to pairs of arrays. One array has the first slots of rows in the region, and the
+#: other array has their first slots in the chunk. In `_uniform_chunks`, slots are counted from the
+#: first slot of a token.
 _Found = dict[_Kind, list[tuple[Ints, Ints]]]
 
 
@@ -92,7 +93,7 @@ class _Move:
 
     def _slots_of(self, targets: Tensor, count: int) -> Tensor:
         """int64 [n * count], all slots to write, `count` slots for each row. The tensor is cached,
-        because several steps use one move."""
+        because several steps use the same move."""
         known: Tensor | None = self.__dict__.get("_slots")
         if known is None:
             within = torch.arange(count, device=targets.device)
@@ -123,7 +124,8 @@ class _Sized:
     num_slots: int
 
     def is_for(self, labels: Labels, boundary: int | None) -> bool:
-        # A steady decode step has the same array `layout_of` as the previous step (plan._Steady).
+        # In steady decoding, a step has the same array object `layout_of` as the previous step
+        # (plan._Steady).
         return labels.layout_of is self.labels.layout_of and boundary == self.boundary
 
 
@@ -350,7 +352,8 @@ class Packer:
         Args:
             first, step: The first token's first slot, and the number of slots of a token.
             parts: For each part, the first slots of its rows, counted from the token's first slot.
-                A part has raw rows of one size, or the rows or results of one head.
+                A part is the raw rows of one size, or the rows of one head, or the results of one
+                head.
         """
         if len({len(part) for part in parts}) == 1:
             grid = Grid.of(first, num_tokens, step, np.array(parts))
@@ -447,8 +450,8 @@ def _sizes(labels: Labels, boundary: int | None, widths: Widths) -> tuple[Ints, 
 
 
 def _weight(layout: Layout, widths: Widths) -> int:
-    """The number of slots that one token needs in a chunk. The result is the larger of two numbers:
-    the slots of the raw rows in one call of a head, and the slots that the token delivers."""
+    """The number of slots that one token needs in a chunk. This is the larger of two numbers: the
+    slots of the token's raw rows in one call of a head, and the slots that the token delivers."""
     counts: Counter[object] = Counter()
     for (head, num_slots, _), sources, _ in _places(layout, widths):
         # Several banks can be computed in one call. Each SAE has its own call.

@@ -6,9 +6,9 @@ From:  program.compiler (for each request), engine.worker.runners (StepBatch).
 To:    step_plan (puts the rows in order).
 
 Promise: a plan depends only on the requests and the batch. If no request has taps, a step needs
-only one test of a dict. Requests that have one program for all their tokens, from the step's first
-token on, are planned together, with numpy. Python code plans all other requests one by one: usually
-requests that still compute prompt tokens, and requests with selectors that pick single generated
+only one test of a dict. Some requests have one program for all their tokens from the step's first
+token on. numpy plans all these requests together. Python code plans all other requests one by one.
+Usually the other requests still compute prompt tokens, or have selectors that pick single generated
 tokens.
 """
 
@@ -45,7 +45,8 @@ class _Steady:
     plan: StepPlan
 
     def matches(self, batch: StepBatch, version: int) -> bool:
-        # The dtypes are equal, and to compare bytes is faster than to compare arrays.
+        # Bytes can be compared because the dtypes are equal. This comparison is faster than a
+        # comparison of arrays.
         return (
             self.version == version
             and self.req_ids == batch.req_ids
@@ -88,9 +89,9 @@ class Planner:
 
     @property
     def is_steady(self) -> bool:
-        """True if the next step can reuse the last plan. If the next step then has the same
-        requests without changes, and each request is one token later, the next plan has the same
-        array `program_ids`. If `is_steady` is False, the next plan has a new array."""
+        """True if the next step can reuse the last plan. The next step reuses the plan if it has
+        the same requests without changes, each one token later. The next plan then has the same
+        array object `program_ids`. If `is_steady` is False, the next plan has a new array."""
         return self._steady is not None
 
     def key_of(self, req_id: str) -> int | None:
@@ -105,8 +106,8 @@ class Planner:
         """Plan a request's tokens from now on.
 
         Args:
-            held: Every program that the request's tokens can get, if the request's programs have
-                vectors; else None. The tables reserve room for all of these programs now.
+            held: If the request's programs have vectors, every program that the request's tokens
+                can get; else None. The tables reserve room for all of these programs now.
             logged: The range of the log in which the states of the request's gates are stored.
 
         Raises:
@@ -135,8 +136,8 @@ class Planner:
 
         Args:
             first: A position at or after the first generated token.
-            held: The same as for `add_request`, but for the new program. `held` is also None if all
-                generated tokens get one program.
+            held: The same as for `add_request`, but for the new program. If all generated tokens
+                get one program, `held` can also be None.
 
         Raises:
             CapacityError: the tables have no room for the programs.
@@ -158,9 +159,10 @@ class Planner:
         known: Sequence[Holding] = (),
     ) -> tuple[tuple[Holding, ...], int]:  # fmt: skip
         """Let the tables hold the programs `held` while a request runs. If all generated tokens get
-        one program, and neither `held` nor `known` has this program, hold this program too. Returns
-        the new holdings, and the id of this program (NO_PROGRAM if there is no such program)."""
-        # `begin_step` frees programs that only the last step used.
+        the same program, also hold this program, except if `held` or `known` already has it.
+        Returns the new holdings, and the id of this program (NO_PROGRAM if the generated tokens get
+        different programs)."""
+        # `begin_step` first frees the programs that only the last step used.
         self._tables.begin_step()
         new = () if held is None else (Holding(since, held, self._tables.hold(held)),)
         if not program.generated_is_uniform:
@@ -194,8 +196,8 @@ class Planner:
 
     def begin_stages(self, req_id: str, firsts: Sequence[str]) -> None:
         """From now on, plan a request's tokens with the probes that waited for the verdicts of
-        `firsts`. Tokens before a stage's first position are also scored. Code that reads scores
-        drops the scores of these tokens, according to the positions in the labels.
+        `firsts`. Such a probe then also scores tokens before the first position of its stage. Code
+        that reads scores drops these scores, by the positions in the labels.
 
         Raises:
             CapacityError: the tables have no room for the programs. In this case, the request is
@@ -209,7 +211,8 @@ class Planner:
         new: tuple[Holding, ...] = ()
         generated = NO_PROGRAM
         try:
-            # Tokens before the last change can be computed again.
+            # Tokens before the last change can be computed again. Therefore every part needs its
+            # programs.
             for since, one in program.parts:
                 more, generated = self._hold(since, one, None, known)
                 new = (*new, *more)
@@ -236,8 +239,8 @@ class Planner:
         return int(requests.key[index])
 
     def _new_owner(self, req_id: str) -> int:
-        """The next free owner number. The numbers are used in cyclic order, because a running step
-        can still use the number that was freed last."""
+        """The next free owner number. The numbers are given out in cyclic order, because a running
+        step can still use a number that was freed shortly before."""
         owner = self._last_owner % (MOST_OWNERS - 1) + 1
         while owner in self.owners:
             owner = owner % (MOST_OWNERS - 1) + 1

@@ -36,7 +36,8 @@ class Holding(NamedTuple):
 def find_ids(
     program: RequestProgram, columns: Sequence[Column], holdings: Sequence[Holding]
 ) -> NDArray[np.int32] | None:
-    """The program ids of columns, int32 [len(columns)]; None if no holding has all columns."""
+    """The program ids of the given columns, int32 [len(columns)]; None if no holding has the
+    programs of all columns."""
     for _, held, ids in holdings:
         if program.made(held) and (at := held.find(columns)) is not None:
             return ids[at]
@@ -45,7 +46,7 @@ def find_ids(
 
 @dataclass
 class Requests:
-    """The requests as arrays, so that numpy plans a decode step for all requests together.
+    """The requests as arrays. With arrays, numpy plans a decode step for all requests together.
 
     Attributes:
         index_of: maps the id of a request to the request's index in the arrays.

@@ -3,13 +3,13 @@
 Owns:  DeviceBank (the weights of one bank), DeviceStack (the weights of several similar banks),
        Banks (the banks that requests hold).
 Runs:  in workers that have a drain. The worker's thread loads weights. The drain thread computes
-       the numbers of nets. On a GPU, for steps that are not deferred (worker.filler), the worker's
-       thread enqueues this computation on the drain's stream.
+       the numbers of nets. On a GPU there is one exception: if a step is not deferred
+       (worker.filler), the worker's thread enqueues the computation on the drain's stream.
 From:  request.nets (weights).   To: packer.
 
 Promise: one matrix product in float32 computes the first layers of all nets of a bank. The weights
-of a request's banks are kept until the numbers of the request's last rows were computed. Of all
-other weights, at most IDLE_BYTES are kept.
+of a request's banks are kept until the numbers of the request's last rows were computed. Of the
+weights that no running request uses, at most IDLE_BYTES are kept.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ IDLE_BYTES = 64 << 20
 MOST_STACKED = 1 << 20
 #: The largest number of bytes of weights in all cached stacks. A single stack can have more bytes.
 MOST_STACK_BYTES = 64 << 20
-#: The result of one product has at most this many bytes. If the outputs of all first layers have
-#: more bytes, the rows are divided into several products.
+#: The result of one product has at most this many bytes. If the outputs of the first layers for all
+#: rows have more bytes, the rows are divided into several products.
 MOST_BYTES = 64 << 20
 _HIDDEN = {
     "relu": torch.relu,
@@ -119,8 +119,8 @@ class DeviceStack:
         self._most_rows = max(1, MOST_BYTES // (4 * len(banks) * self._weight.shape[2]))
 
     def pack(self, rows: Tensor) -> Tensor:
-        """The result is the same as for DeviceBank.pack. `rows` has the rows for the first bank,
-        then the rows for the second bank, and so on."""
+        """The numbers of all banks, in the format of DeviceBank.pack. `rows` has the rows for the
+        first bank, then the rows for the second bank, and so on. The result has the same order."""
         x = rows.view(len(self._weight), -1, rows.shape[1])
         # `bmm` is not used, because in torch 2.13 each call of `bmm` takes 0.1 to 0.2 ms of Python
         # on the host.
@@ -158,7 +158,8 @@ def _to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Banks:
-    """The banks that running requests hold, and some of the banks that were released last.
+    """The banks that running requests hold, and the banks that were released last (up to
+    IDLE_BYTES).
 
     Args:
         entered: A function that returns the context in which banks are loaded.
@@ -172,8 +173,8 @@ class Banks:
         #: All loaded banks. The banks that no request holds are in the order of their release.
         self._loaded: dict[Bank, DeviceBank] = {}
         self._holders: Counter[Bank] = Counter()
-        #: Maps several banks to their stack. The least recently used stack is first. Running
-        #: requests hold all these banks.
+        #: Maps a tuple of banks to the stack of these banks. The least recently used stack is
+        #: first. Running requests hold all banks of a stack.
         self._stacks: dict[tuple[Bank, ...], DeviceStack] = {}
 
     def hold(self, banks: Mapping[Bank, Sequence[Net]]) -> None:
@@ -191,8 +192,8 @@ class Banks:
             self._holders.update(banks.keys())
 
     def release(self, banks: Iterable[Bank]) -> None:
-        """Release the banks of ended requests. `banks` contains a bank one time for each ended
-        request that held the bank."""
+        """Release the banks of ended requests. If several ended requests held a bank, `banks`
+        contains the bank several times."""
         with self._lock:
             over = False
             for bank, count in Counter(iter(banks)).items():

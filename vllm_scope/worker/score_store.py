@@ -30,9 +30,10 @@ from vllm_scope.transport.ring import Lease
 logger = logging.getLogger("vllm.vllm_scope")
 
 Bytes = NDArray[np.uint8]
-#: A ring of single tokens has room for _BLOCKS_BACK blocks and for TURNS + MOST_STEPS_KEPT + 2
-#: steps. EngineCore can report a full block up to TURNS + 1 steps after the block's last token was
-#: computed. The drain can collect MOST_STEPS_KEPT more steps before the store keeps the block.
+#: A ring of single tokens (_Singles) has room for _BLOCKS_BACK blocks and for the tokens of TURNS +
+#: MOST_STEPS_KEPT + 2 steps. EngineCore can report a full block up to TURNS + 1 steps after the
+#: block's last token was computed. The drain can collect MOST_STEPS_KEPT more steps before the
+#: store keeps the block.
 _BLOCKS_BACK, MOST_STEPS_KEPT = 4, 16
 
 
@@ -54,7 +55,7 @@ class Filled(NamedTuple):
 
 @dataclass(frozen=True)
 class _Run:
-    """Tokens of one request, from one step or from one tap of a step.
+    """Several tokens of one request, from one step or from one tap of a step.
 
     Attributes:
         step: the number of the step. If a position was computed twice, the values of the later step
@@ -69,8 +70,8 @@ class _Run:
     slots: Ints | None
 
     def of(self, wanted: Ints) -> Bytes | None:
-        """The bytes of the tokens at consecutive positions; None if these tokens are not
-        consecutive in `data`, or if `data` has only some bytes of each token."""
+        """The bytes of the tokens at the consecutive positions `wanted`. None if these tokens are
+        not consecutive in `data`, or if `data` has only some bytes of each token."""
         first = int(wanted[0] - self.positions[0])
         here = slice(first, first + len(wanted))
         if self.slots is not None or first < 0 or not np.array_equal(self.positions[here], wanted):
@@ -79,8 +80,8 @@ class _Run:
 
 
 class _Singles:
-    """For each request, a ring with the scores of its last positions. If a step computes only one
-    token of a request, the token's scores are stored in this ring."""
+    """For each request, a ring with the scores of the request's last positions. If a step computes
+    only one token of a request, the token's scores are stored in this ring."""
 
     def __init__(self, span: int, token_bytes: int) -> None:
         self._span = span
@@ -139,7 +140,8 @@ class _Singles:
         at = positions % self._span
         self._put(steps, rows, positions, at, data)
         if (self.steps[rows, at] != steps).any():
-            # Several tokens have one entry of the ring. numpy does not define which token it keeps.
+            # Several tokens have the same entry of the ring. numpy does not define which of these
+            # tokens it keeps. Therefore the tokens are stored again, one step after another.
             for _, some in by_key(steps):
                 self._put(steps[some], rows[some], positions[some], at[some], data[some])
 
@@ -226,8 +228,8 @@ class ScoreStore:
             rows = singles.rows_of(keys)
             in_runs = rows >= 0
             slots = None
-            # Two tokens have the same group if they belong to the same request and the same step.
-            # All unknown requests count as one request.
+            # Two tokens have the same number in `groups` if they belong to the same request and the
+            # same step. All unknown requests count as one request.
             groups = (steps - steps[0]) * (rows.max() + 2) + rows + 1
             if boundary is None:
                 alone = in_runs & (np.bincount(groups)[groups] == 1)
@@ -257,10 +259,10 @@ class ScoreStore:
         return np.concatenate([np.zeros(0, np.int64), *found])
 
     def keep(self, filled: Iterable[Filled]) -> None:
-        """Make blocks from the collected tokens of some requests. An incomplete block is not kept.
-        `take_missing` returns the key of such a block, because EngineCore assumes that the block is
-        kept."""
-        #: Maps the id of a ring to the requests in the ring that have filled one block each, which
+        """Make blocks from the collected tokens of some requests. The store keeps no incomplete
+        block, but EngineCore assumes that the store has kept all blocks. Therefore `take_missing`
+        returns the key of an incomplete block."""
+        #: Maps the id of a ring to those requests in the ring that have filled one block each. This
         #: is the usual case in decoding.
         decoding: dict[int, list[tuple[_Collected, Filled]]] = {}
         for one in filled:
@@ -310,7 +312,8 @@ class ScoreStore:
         if block is not None:
             self._blocks[block_hash, probes] = block
             return
-        # An older block with this key can have scores from other weights of the model.
+        # The store can have an older block with this key, whose scores come from other weights of
+        # the model.
         self._blocks.pop((block_hash, probes), None)
         self._missing.append((block_hash, probes))
 
@@ -367,7 +370,8 @@ class ScoreStore:
     def take_missing(self) -> list[ScoreKey]:
         """The keys of the blocks that could not be kept or found since the last call. Any thread
         can call this method."""
-        # The list is not replaced, because the drain thread can add a key at the same time.
+        # The list is not replaced by a new list, because the drain thread can add a key at the same
+        # time.
         found = self._missing[:]
         del self._missing[: len(found)]
         return found

@@ -36,8 +36,8 @@ class Grid(NamedTuple):
 
     @staticmethod
     def of(first: int, num_tokens: int, step: int, places: Ints) -> Grid | None:
-        """The grid of the rows of tokens with one layout. None if `places` are descending or not at
-        regular distances, because torch cannot make a view of such rows.
+        """The grid of the rows of tokens that all have the same layout. None if `places` are
+        descending or not at regular distances, because torch cannot make a view of such rows.
 
         Args:
             first: The first token's first slot.

@@ -3,11 +3,11 @@
 Owns:  `add_squares`, `column_sums` and `load`, with two Triton kernels.
 Runs:  on the threads of worker.device_sums, on GPUs.
 
-Promise: products of 16-bit numbers are exact in float32. A GPU's matrix unit truncates the sums
-that it computes. After 5,000 rows, each sum would be too small, by 2e-5 of its value in bfloat16
-and by 3e-5 in float16. Therefore the unit adds the products of at most CHAIN rows. The unit's sums
-are then added in float32, with rounding. The total of all rows of a call is added to the float64
-sums.
+Promise: products of 16-bit numbers are exact in float32. But a GPU's matrix unit truncates the sums
+that it computes. After 5,000 rows, a sum of the matrix unit would be too small, by 2e-5 of its
+value for bfloat16 rows and by 3e-5 for float16 rows. Therefore the matrix unit adds the products of
+at most CHAIN rows. The kernel then adds the sums of the matrix unit in float32, with rounding. At
+the end of a call, the kernel adds this total to the float64 sums.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def load(dtype: torch.dtype, width: int) -> None:
 
 
 def _steps(rows: Tensor) -> tuple[int, int]:
-    """The number of units from one row to the next row, and the number of numbers in a unit. If the
-    distance between two rows is a multiple of a slot, a unit is a slot. Otherwise a unit is one
-    number. The kernels are compiled separately for each size of a unit."""
+    """The distance from one row to the next row, in units, and the number of elements in a unit. If
+    the distance is a multiple of a slot, a unit is a slot. Otherwise a unit is one element. The
+    kernels are compiled separately for each size of a unit."""
     unit = SLOT_BYTES // rows.element_size()
     step = rows.stride(0)
     return (step // unit, unit) if step % unit == 0 else (step, 1)

@@ -29,16 +29,15 @@ class StepPlan(msgspec.Struct, frozen=True, eq=False):
     Attributes:
         rows: int64 [num_rows], the batch rows that have a program, ascending.
         program_ids: int32 [num_rows].
-        owners: int32 [num_rows], the owner number under which a tap reports a fault of each row; 0
-            for a row without an owner number.
+        owners: int32 [num_rows], the owner number of each row. A tap reports a fault of the row
+            under this number. 0 for a row without an owner number.
         offsets: int64 [num_rows], the first slot of each row's token, counted from the first slot
             of the step.
         num_slots: the number of slots that all rows need in the arena.
         num_delivered: the number of slots that all rows need in the ring, after heads were applied.
         delivers: bool [num_rows], True for the rows that `labels` describe.
         walks: the rows whose gates have states, and the walks of these rows; None if there are no
-            such rows. If the next step has the same rows, the next plan has the same object
-            `walks`.
+            such rows. A plan that reuses the last plan (worker.plan) has the same object `walks`.
     """
 
     rows: Ints

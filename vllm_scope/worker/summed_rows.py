@@ -31,8 +31,8 @@ class SummedRequest:
 
     Attributes:
         places: for each action, a dict that maps each point to its place.
-        added: maps (index of an action, point) to a position. Rows of this action and point at
-            smaller positions are ignored.
+        added: maps (index of an action, point) to the position after the last added row. Later rows
+            of this action and point at smaller positions are ignored.
         accepted: the number of prompt and generated tokens that were accepted so far.
         over: True if the request has ended.
     """
@@ -46,8 +46,8 @@ class SummedRequest:
 
     @property
     def sure(self) -> int:
-        """The rows at positions below `sure` can be added to sums. Such rows belong to the prompt,
-        or to generated tokens whose next token is also accepted."""
+        """A position. The rows at smaller positions can be added to sums, because they belong to
+        the prompt, or to generated tokens whose next token is also accepted."""
         return max(self.num_prompt, self.accepted - 1)
 
 

@@ -9,10 +9,10 @@ From:  filler, drain.   To: kept_sums.
 Promise: for each action, the row at each position of a request is added at most one time, and only
 if the token at this position was accepted. Rows of the prompt are added when they are computed.
 Rows of generated tokens wait on the device, because a draft can be rejected, and because async
-scheduling computes rows after a request's end. EngineCore sends the number of accepted tokens when
-it schedules a request, and when the request ends. A row is added if the next token was also
-accepted, because the last token of a result has no row. If a position was computed several times,
-the last waiting row of this position is added. After the row of a position was added, later rows of
+scheduling can compute rows after a request's end. EngineCore sends the number of accepted tokens
+when it schedules a request, and when the request ends. The row of a generated token is added only
+if the next token was also accepted, because the last token of a result has no row. If several rows
+of one position wait, the last row is added. After the row of a position was added, later rows of
 this position are ignored.
 
 If rows cannot be added, the sums count these rows as missing, and `add` raises no error.
@@ -41,13 +41,13 @@ from vllm_scope.worker.summed_rows import Key, Owners, StepRows, SummedRequest, 
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: The largest number of bytes of raw rows in one addition: 8,192 rows of 4,096 16-bit numbers. For
-#: much smaller additions, a GPU needs more time to start the kernel than to add the rows.
+#: The largest number of bytes of raw rows in one addition: 8,192 rows of 4,096 16-bit numbers. If
+#: additions are much smaller, a GPU needs more time to start a kernel than to add the rows.
 CHUNK_BYTES = 64 << 20
-#: Rows of generated tokens wait until their tokens are accepted. `add` calls `_settle` in three
-#: cases: the waiting rows have more than MOST_BYTES, more than MOST_STEPS steps have added waiting
-#: rows since the last `_settle`, or more than MOST_STEPS requests have ended since the last
-#: `_settle`.
+#: Rows of generated tokens wait until their tokens are accepted. If the waiting rows have more than
+#: MOST_BYTES, `add` calls `_settle`, which adds the accepted rows. `add` also calls `_settle` if,
+#: since the last call, more than MOST_STEPS steps have added waiting rows, or more than MOST_STEPS
+#: requests have ended.
 MOST_BYTES, MOST_STEPS = 64 << 20, 256
 
 
@@ -140,8 +140,8 @@ class Summing:
                     except Exception:
                         logger.exception("vllm-scope: rows could not be added to their sums")
                         self._lose(head.number, points, self._owners(step.keys, head.number))
-            # Positions are marked after all layouts, because a mark excludes all smaller positions,
-            # and the tokens of a later layout can have smaller positions.
+            # A mark excludes all smaller positions. Positions are marked after all layouts were
+            # processed, because the tokens of a later layout can have smaller positions.
             for mark in reached:
                 mark()
             if len(self._waiting) > num_waiting and labels is not self._last_step:
@@ -155,8 +155,8 @@ class Summing:
     def _take(
         self, step: StepRows, arena: Layout, number: int, points: tuple[int, ...]
     ) -> Iterator[Callable[[], None]]:
-        """Add the rows whose tokens are certainly accepted. All other rows wait. Yields functions
-        that mark the positions of the added rows."""
+        """Add the rows whose tokens are certainly accepted, and keep all other rows in `_waiting`.
+        Yields functions that mark the positions of the added rows."""
         owners = self._owners(step.keys, number)
         step, owners = step.at(owners.known), owners.at(owners.known)
         sure = owners.numbers(lambda one: one.num_prompt if step.true is not None else one.sure)
@@ -273,8 +273,8 @@ class Summing:
             return self._sums.read((name, place, label))
 
     def drop(self, name: str) -> bool:
-        """Forget all sums with this name. Running requests then add no more rows to sums of this
-        name. Returns False if there are no sums with this name."""
+        """Forget all sums with this name. From then on, running requests add no rows to sums of
+        this name. Returns False if there are no sums with this name."""
         with self._lock:
             for request in self._requests.values():
                 request.actions = [

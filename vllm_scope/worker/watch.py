@@ -2,14 +2,14 @@
 policies can decide.
 
 Owns:  Watch, and Judged (the results of `judge`).
-Runs:  `add` and `take` on the worker's thread, after a step's rows are submitted. `judge` runs on
-       the thread that makes the step's output, which can be another thread of vLLM.
+Runs:  `add` and `take` on the worker's thread, for each step. `judge` runs on the thread that makes
+       the step's output, which can be another thread of vLLM.
 From:  drain (each step's rows).   To: engine.core.verdicts.
 
-Promise: the watch and the front-end find the same verdicts in the same scores (batch.readout). The
-scores of each position are read one time, in the order of positions. If a position is computed
-again after its scores were read, its new scores are not read. The scores of a token that can be
-rejected are not read before the request's next step.
+Promise: from the same scores, the watch and the front-end find the same verdicts (batch.readout).
+The scores of each position are read one time, in the order of positions. If a position is computed
+again after its scores were read, its new scores are not read. If a token can still be rejected, its
+scores are not read before the request's next step.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ from vllm_scope.transport.ring import Lease
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: The numbers of one cell: their positions [n], and the numbers, float32 [n, numbers of the probe].
+#: The numbers of one cell: the positions [n], and the numbers at these positions, float32 [n,
+#: numbers of the probe].
 _Numbers = tuple[Ints, torch.Tensor]
-#: The scores of one request in one step: its key, positions, and the numbers of each cell of its
-#: probes (None for a cell that is not in this batch).
+#: The scores of one request in one step: the request's key, the positions, and for each cell of the
+#: request's probes the numbers. The numbers are None if the batch does not have the cell.
 _Found = tuple[int, Ints, list["torch.Tensor | None"]]
 #: Positions [n], and the values at these positions, float32 [n].
 _Values = tuple[Ints, torch.Tensor]
@@ -54,7 +55,7 @@ class Judged(NamedTuple):
 
     Attributes:
         stops: the reason why the request is stopped; None if the request continues.
-        firsts: names of the first stages that have a verdict since this step.
+        firsts: names of the first stages that got their verdict in this step.
         scales: the new scales of edits that the request's policy has decided.
     """
 
@@ -82,15 +83,15 @@ class _Probe:
     told: bool = False
 
     def wants(self, positions: Ints, num_prompt: int, seen: bool) -> NDArray[np.bool_]:
-        """bool [n]: True for tokens whose scores must be read for this probe. A watched probe
-        scores all prompt tokens, all generated tokens, or all tokens.
+        """bool [n]: True for tokens whose scores must be read for this probe.
 
         Args:
             seen: True if a policy sees the probe's values.
         """
         if self.readout.verdict is not None and not seen:
             return np.zeros(len(positions), bool)  # no later value changes the verdict
-        # The selector uses only the phase of a token (prompt or generated), not the token id.
+        # A watched probe scores all prompt tokens, all generated tokens, or all tokens. The probe's
+        # selector therefore reads no token ids. The call passes the positions in place of the ids.
         found = self.probe.tokens.select(Tokens(positions, num_prompt, positions, None)).certain
         if self.first is not None:
             verdict = self.first.readout.verdict
@@ -146,8 +147,8 @@ class _Watched:
         return self.steering is not None and not self.steering.over
 
     def read(self) -> _Seen:
-        """Read the received values. Returns the values that the policy sees. The result is empty if
-        no policy sees the values."""
+        """Read the received values. Returns the values that the policy sees. If no policy sees the
+        values, the result is empty."""
         seen: _Seen = {}
         sees = self.sees
         for one in self.probes:
@@ -241,8 +242,9 @@ class Watch:
         self._open.append(self._steps[-1])
 
     def settle(self) -> None:
-        """Copy the scores of watched requests, and release the leases of their steps. This method
-        is called if the ring is full and `HostRing.acquire` waits for a lease."""
+        """Copy the scores of watched requests, and release the leases of their steps.
+        `HostRing.acquire` calls this method while it waits for a lease, because the ring is
+        full."""
         for step in tuple(self._open):
             with _logged():
                 self._look(step)
@@ -335,8 +337,8 @@ class Watch:
         for key, watched in found.items():
             sure = last[key]
             if self._drafts:
-                # Only generated tokens of this step can still be rejected. Prompt tokens, and all
-                # tokens before this step, are accepted.
+                # Only generated tokens of this step can still be rejected. The prompt's tokens are
+                # accepted, and so are all tokens before this step.
                 sure = max(first[key], min(sure, watched.num_prompt))
             watched.accepted = max(watched.accepted, sure)
         return found

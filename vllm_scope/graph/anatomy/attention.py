@@ -4,7 +4,7 @@ Owns:  the traced code around the op.
 Runs:  in the model's forward. The worker installs the taps before the first compiled call.
 
 Promise: if no row is edited, the module computes the same values as without taps. If q, k or v is a
-slice of wider rows, the op gets a copy of the slice. Without this copy, the compiler would copy the
+slice of wider rows, the op gets a copy of only this slice. Otherwise the compiler would copy the
 wider rows.
 """
 
@@ -25,8 +25,8 @@ from vllm_scope.request.sites import ATTENTION_SITES, Place, Sites
 def install_attention_taps(
     anatomy: Anatomy, arena: Tensor, tables: Tables, sites: Sites
 ) -> tuple[int, ...]:
-    """Add taps to the attention of this worker's layers. The arguments that are not described here
-    are the same as in `install_taps`.
+    """Add taps to the attention of this worker's layers. `anatomy`, `arena` and `tables` are the
+    same as in `install_taps`.
 
     Args:
         sites: gives the width of each site's rows.

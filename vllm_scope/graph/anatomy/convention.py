@@ -1,20 +1,21 @@
 """What a decoder layer returns, and how the residual stream is computed from the returned values.
 
 Owns:  Convention; `convention_of`, which reads the convention from the source of layer and model;
-       `final_norm_of`, the norm that the model calls after its layers.
+       `final_norm_of`, which finds the norm that the model calls after its layers.
 Runs:  one time, after the model is loaded.
 From:  source.   To: layers.
 
 Promise: if the convention is not certain, the model gets no taps. Two independent signs must agree:
-the values that the layer returns, and how the model uses the layers' values (in its loop, or as
-arguments of the final norm). If the signs disagree or are not understood, supposed.py must find the
-convention from the numbers of a forward. If supposed.py finds none, the model gets no taps.
+the values that a layer returns, and how the model uses these values (in its loop over the layers,
+or as arguments of the final norm). If the signs disagree or are not understood, supposed.py must
+find the convention from the numbers of a forward. If supposed.py finds no convention, the model
+gets no taps.
 
 Most decoder layers of vLLM 0.32 return (hidden, residual), and the stream is their sum. Some layers
-return one tensor. Other layers return a residual that is already a part of `hidden`, so hidden +
-residual would be silently wrong. The forward of these other layers has an unconditional `residual =
-hidden_states`. A layer is refused if its assignment `residual = hidden_states` depends on any
-condition except a missing residual.
+return one tensor. Other layers return a pair whose `hidden` already contains the residual. For
+these layers, hidden + residual would be wrong without an error. Their forward has the unconditional
+statement `residual = hidden_states`. If this statement depends on a condition, the layer is
+refused, except if the condition is that there is no residual.
 
 There are two special cases at the model's end. The final norm can return its residual unchanged
 (Cohere). Layers can return None as the residual, and then the model adds no residual (Gemma 4).
@@ -42,7 +43,7 @@ def convention_of(layer: nn.Module, model: nn.Module) -> Convention:
 
     Raises:
         CompatError: there is no source code, more than one loop calls layers, or the two signs of
-            the convention are not understood or disagree.
+            the convention (see the top of this file) are not understood or disagree.
     """
     name, outer = type(layer).__name__, type(model).__name__
     forward = forward_of(layer)
@@ -155,8 +156,8 @@ def _overwrites_residual(layer: ast.FunctionDef, name: str) -> bool:
     """True if the forward has an unconditional `residual = hidden_states`.
 
     Raises:
-        CompatError: the forward has `residual = hidden_states` under another condition than a
-            missing residual.
+        CompatError: `residual = hidden_states` depends on a condition that does not test whether
+            there is a residual.
     """
     if any(_is_overwrite(node) for node in layer.body):
         return True

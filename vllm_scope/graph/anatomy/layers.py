@@ -23,7 +23,7 @@ class Anatomy:
     """The decoder layers of this worker's part of the model, and their convention.
 
     Attributes:
-        layers: the module of each layer, by the layer's number in the whole model (from 0).
+        layers: maps the number of a layer in the whole model (from 0) to the layer's module.
         num_layers: the number of layers of the whole model, in all pipeline stages.
         convention: how the stream is computed from the values that a layer returns.
         path: the name of the module list that contains the layers.
@@ -31,14 +31,14 @@ class Anatomy:
             v.
         projections: for each layer with a tap on `mlp_post`, the module whose input is `mlp_post`.
         routers: for each layer with a tap on `router_logits`, the router of the layer's experts.
-        blocks: for each place of the site `attn_in` or `mlp_in` with a tap, the module that has
-            this site as its input.
+        blocks: maps each tapped place of the sites `attn_in` and `mlp_in` to the module that has
+            this place as its input.
         splits: the split of each site whose rows are split over the tensor-parallel ranks. Empty if
             there is one rank.
-        norm: the name of the norm after the last layer, in the module that runs the layers. None if
-            the source does not show the norm.
-        norm_here: the norm after the last layer. None if `norm` is None, or if another pipeline
-            stage has the norm.
+        norm: the attribute name of the norm after the last layer, in the module that runs the
+            layers. None if the source does not show the norm.
+        norm_here: the module of the norm after the last layer. None if `norm` is None, or if
+            another pipeline stage has the module.
         unread: the reason why the source is not understood. None if the source is understood. If
             there is a reason, `convention` is a supposition that numbers must prove.
     """
@@ -73,9 +73,9 @@ def find_anatomy(
         model: the loaded model.
         num_layers: the number of decoder layers, from the model's configuration.
         is_missing: True for the placeholder of a layer that another pipeline stage holds.
-        has_cache: True for a module that stores keys and values, or states, of earlier tokens. If
-            several lists have `num_layers` modules (such as a list of experts), the decoder is the
-            list whose layers contain modules with a cache.
+        has_cache: True for a module that stores keys and values, or states, of earlier tokens.
+            Several lists can have `num_layers` modules (for example, a list of experts). Then the
+            decoder is the list whose layers contain modules with a cache.
 
     Raises:
         UnreadError: the source code of the layers or of the model is not understood.
@@ -109,7 +109,7 @@ def supposed_anatomies(
         unread: the reason why the source is not understood.
 
     Raises:
-        CompatError: no list or more than one list fits (see `find_anatomy`), the module that
+        CompatError: no list or more than one list fits (see `find_anatomy`). Or the module that
             contains the layers does not have exactly one norm, or this worker does not have that
             norm.
     """
@@ -134,8 +134,8 @@ def _decoder_of(
     is_missing: Callable[[nn.Module], bool],
     has_cache: Callable[[nn.Module], bool],
 ) -> tuple[str, nn.Module, dict[int, nn.Module]]:
-    """The path of the module list of the layers, the module that contains this list, and this
-    worker's layers."""
+    """The path of the module list that contains the layers, the module that contains this list, and
+    this worker's layers."""
     found: list[tuple[str, nn.Module, dict[int, nn.Module]]] = []
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:

@@ -4,7 +4,7 @@ Owns:  `norm_before_mlp`, which returns the name of the norm whose input is `res
 Runs:  one time, after the model is loaded.
 From:  source.   To: tapped.
 
-Promise: a layer is refused if its source does not meet these conditions. Between the calls of
+Promise: a layer is accepted only if its source meets three conditions. Between the calls of
 attention and MLP, exactly one norm has the whole stream as its input. This norm adds the residual
 (`hidden, residual = norm(hidden, residual)`), or follows directly after `residual = hidden`. Every
 path through the forward calls the attention and the norm. (Gemma also has a norm of the attention's
@@ -40,9 +40,8 @@ def norm_before_mlp(layer: nn.Module, convention: Convention) -> str:
     """The name of the layer's attribute that is the norm before the MLP.
 
     Raises:
-        CompatError: the layer's source cannot be read, does not call an attention, does not have
-            exactly one norm between attention and MLP, or has a path that does not call the norm or
-            the attention.
+        CompatError: the layer's source cannot be read, or does not meet the conditions at the top
+            of this file.
     """
     name = type(layer).__name__
     forward = forward_of(layer)
@@ -78,8 +77,8 @@ def norm_before_mlp(layer: nn.Module, convention: Convention) -> str:
 
 
 def _always(body: list[ast.stmt], is_it: Callable[[str], bool]) -> bool:
-    """True if every path through these statements raises an exception, or calls a module for whose
-    name `is_it` returns True."""
+    """True if every path through these statements raises an exception or calls a wanted module.
+    `is_it` returns True for the name of a wanted module."""
     for node in body:
         if isinstance(node, ast.Raise):
             return True
@@ -103,8 +102,8 @@ def _is_attention(name: str) -> bool:
 
 
 def _parse(node: ast.AST) -> list[tuple[tuple[int, int], _Call]]:
-    """For the statement `target = self.name(...)` or `residual = hidden`: its line and column, and
-    the statement. Empty for any other node."""
+    """If the node is a statement `target = self.name(...)` or `residual = hidden`: one pair of the
+    position (line, column) and the statement. Otherwise an empty list."""
     if not isinstance(node, ast.Assign) or len(node.targets) != 1:
         return []
     target, value, at = node.targets[0], node.value, (node.lineno, node.col_offset)

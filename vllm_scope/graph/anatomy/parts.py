@@ -77,7 +77,7 @@ def _tapped_input(base: type, site: str, size: int, split: Split | None) -> type
     name = input_of(base)
     at = 0 if name is None else parameters(base).index(name)
     # If attention and MLP are parallel or have no norm, other modules can have the same input. An
-    # edit must not change the input of the other modules, so that the tap gets a copy.
+    # edit must not change the input of these other modules. Therefore the tap gets a copy.
     copies = site in BLOCK_SITES
 
     class Tapped(base):
@@ -104,5 +104,5 @@ def _tapped_output(base: type, site: str, size: int, split: Split | None) -> typ
             rows = tap_rows(self, rows, getattr(self, f"scope_{site}"), size, split)
             return (rows, *others) if isinstance(out, tuple) else rows
 
-    Tapped.scope_base = base  # a lens calls the forward of `base`, because that forward has no tap
+    Tapped.scope_base = base  # a lens calls the forward of `base`, which has no tap
     return named(Tapped, base)

@@ -4,8 +4,8 @@ Owns:  `find_faults`, `may_return`, `row_error`; Findings.
 Runs:  one time, after the model is loaded and before the model gets taps.
 From:  watched.   To: supposed, engine.worker.proving.
 
-The anatomy comes from the source code of the model. The rows that were recorded in the forward show
-where the residual stream is, independently of the source. `find_faults` tests these statements:
+The anatomy comes from the source code of the model. The rows recorded in a forward show where the
+residual stream is, independently of the source. `find_faults` tests these statements:
 1. The stream that a layer returns is the stream that the next layer gets. If these streams differ,
    the model changes the stream between the two layers.
 2. If a layer's first module is a norm, the input of the norm is the stream that the layer gets.
@@ -14,9 +14,9 @@ where the residual stream is, independently of the source. `find_faults` tests t
 5. The stream that the last layer returns is the input of the norm after the layers.
 6. A router runs exactly one time in a forward, and returns rows of the model's dtype.
 7. Rows of q, k, v and z have the width that the model's configuration gives.
-Statements 3 and 4 are tested only if the convention is SUM. The input of a norm is `hidden` if the
-norm gets no residual, or returns the residual unchanged. The input is hidden + residual if the norm
-returns this sum. The input of any other norm is not known, and is not compared. If rows have a
+Statements 3 and 4 are tested only if the convention is SUM. If a norm gets no residual, or returns
+the residual unchanged, the input of the norm is `hidden`. If a norm returns hidden + residual, the
+input is this sum. The input of any other norm is not known, and is not compared. If rows have a
 number that is not finite, these rows are not compared.
 """
 
@@ -49,10 +49,11 @@ class Findings:
     """The findings of one forward of a model whose rows agree with its convention.
 
     Attributes:
-        wrong_sites: for each site whose rows are not what the site's name promises, the reason.
+        wrong_sites: the sites at which a tap would not read the rows that the site's name promises,
+            each with the reason.
         moved: the layers whose input stream differs from the stream that the layer before returned.
         num_equal: the number of comparisons that found no difference.
-        untold: for each description of rows that could not be compared, the layers of these rows.
+        untold: maps a description of rows that could not be compared to the layers of these rows.
         streams: the stream that each layer returns, [num_tokens, hidden_size] in float32.
     """
 
@@ -76,7 +77,7 @@ def find_faults(
         sizes: for each site inside the attention that has a tap, the number of elements of a row.
 
     Raises:
-        CompatError: a layer ran, and some layer did not run exactly one time. Or the rows
+        CompatError: the forward ran layers, but not every layer exactly one time. Or the rows
             contradict the convention.
     """
     faults = _Faults(anatomy, middles, watch.layers, watch.norms)
@@ -204,7 +205,7 @@ class _Faults:
         return self.anatomy.convention is Convention.SUM
 
     def _exit(self, number: int) -> Tensor:
-        """The stream that a layer returned, by the layer's convention."""
+        """The stream that a layer returned, computed by the rule of the convention."""
         returned = self.layers[number].returned
         parts = returned if isinstance(returned, tuple) else (returned,)
         if not may_return(self.anatomy.convention, returned):
@@ -218,8 +219,8 @@ class _Faults:
         return _stream(hidden, residual)
 
     def _input_of(self, norm: nn.Module | None) -> Tensor | None:
-        """The rows that a norm normalizes. None if the norm did not run exactly one time, or if its
-        results do not show which rows it normalizes."""
+        """The rows that a norm normalizes. None if the norm did not run exactly one time, or if the
+        values that the norm returned do not show which rows these are."""
         calls = [] if norm is None else self.norms.get(norm, [])
         if len(calls) != 1:
             return None
@@ -238,8 +239,8 @@ class _Faults:
         return None
 
     def _gap(self, one: Tensor | None, other: Tensor | None, what: str, number: int) -> float:
-        """The largest relative error of a row. 0 if the error is rounding, or if the rows cannot be
-        compared."""
+        """The largest relative error of a row. 0 if the error is small enough to be rounding, or if
+        the rows cannot be compared."""
         error = None
         if one is not None and other is not None and one.shape == other.shape:
             error = row_error(one, other)

@@ -5,8 +5,9 @@ Runs:  one time, after the model is loaded.
 To:    convention, middle, layers, watched.
 
 A forward can test the module's own flags (`if self.do_layer_norm_before:`). If the module's
-attributes give the result of a test, only the branch that runs is kept. (Modules of vLLM do not
-change these attributes after the model is loaded.) Otherwise both branches are kept.
+attributes give the result of a test, `forward_of` keeps only the branch that runs. (Modules of vLLM
+do not change these attributes after the model is loaded.) Otherwise `forward_of` keeps both
+branches.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def _settled(
 
 
 def settled(function: ast.FunctionDef, answers: Mapping[_Place, bool]) -> ast.FunctionDef:
-    """A copy of a function, in which the branch that runs replaces each `if` whose result is in
-    `answers`."""
+    """A copy of a function. In the copy, each `if` whose result is in `answers` is replaced by one
+    of its branches, the branch that runs."""
     found = _Settled(answers).visit(deepcopy(function))
     assert isinstance(found, ast.FunctionDef)
     return found
@@ -86,7 +87,8 @@ def is_norm(name: str) -> bool:
 
 
 class _Settled(ast.NodeTransformer):
-    """Replaces each `if`, also in expressions, by its branch that runs, if this branch is known."""
+    """Replaces each `if` whose result is known, also in expressions. The branch that runs takes the
+    place of the `if`."""
 
     def __init__(self, answers: Mapping[_Place, bool]) -> None:
         self._answers = answers
@@ -106,7 +108,7 @@ class _Settled(ast.NodeTransformer):
 
 
 def _answer(test: ast.expr, module: nn.Module) -> bool | None:
-    """The result of a test by this module's attributes. None if the result is not known."""
+    """The result of a test, if this module's attributes give the result. Otherwise None."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         inner = _answer(test.operand, module)
         return None if inner is None else not inner
@@ -123,8 +125,8 @@ def _answer(test: ast.expr, module: nn.Module) -> bool | None:
 
 
 def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr, module: nn.Module) -> bool | None:
-    """The result of `self.name is None`, `self.name == 3`, or a negation of these tests. None for
-    any other expression, or if the result is not known."""
+    """The result of a test such as `self.name is None` or `self.name == 3`, or of its negation.
+    None for any other test, or if the result is not known."""
     value = _attribute(left, module)
     if value is _UNKNOWN or not isinstance(right, ast.Constant):
         return None

@@ -4,14 +4,16 @@ Owns:  `prove_supposed`, `stream_rows`, `compare_compiled`.
 Runs:  one time after the model is loaded, and one time after the model is compiled.
 From:  watched, proof.   To: engine.worker.proving.
 
-The stream is found from the numbers of one forward. The result holds for every forward, because of
-two facts:
+The numbers of one forward show where the stream is. The result is true for every forward, because
+of two facts:
 - The model is compiled as one graph, and vLLM drops the guards of the graph. Therefore no Python
-  code can choose another branch later, and every forward computes the same function as at load.
+  code can choose another branch later. Every later forward computes the same function as the
+  forward at load.
 - A layer gets the same tensor objects that the layer before it returned. Therefore the graph does
-  not choose a layer's tensors by values.
-The graph is not traced in the forward that gave the numbers, and can come from a cache. Therefore
-the graph's rows must be compared with the rows of an uncompiled forward of the same token.
+  not choose between tensors by their values (as `torch.where` does).
+The compiled graph does not come from the forward that gave the numbers. It is traced later, or
+comes from a cache. Therefore the graph's rows must be compared with the rows of an uncompiled
+forward of the same token.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from vllm_scope.graph.anatomy.proof import Findings, find_faults, may_return, ro
 from vllm_scope.graph.anatomy.watched import LayerCall, Watch
 
 #: The largest allowed error of a compiled row, divided by the row's length. The value is _STEPS
-#: times the dtype's eps, and at least _LEAST. A compiled row differs because the compiled graph
-#: rounds less often, and because the errors of all layers add up.
+#: times the dtype's eps, and at least _LEAST. A compiled row differs a little, because the compiled
+#: graph rounds less often, and because the errors of all layers add up.
 _STEPS, _LEAST = 8, 1e-3
 
 

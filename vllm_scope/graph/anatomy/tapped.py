@@ -37,8 +37,9 @@ def install_taps(anatomy: Anatomy, arena: Tensor, tables: Tables) -> tuple[int, 
         The boundaries that have a tap on this worker.
 
     Raises:
-        CompatError: layer 0 gets a tap at its entry, and its forward has no `hidden_states`.
-        ConfigError: `resid_mid`, `attn_out` or `mlp_out` is configured, and cannot be tapped on
+        CompatError: layer 0 must get a tap at its entry, but its forward has no parameter
+            `hidden_states`.
+        ConfigError: `resid_mid`, `attn_out` or `mlp_out` is configured, but cannot be tapped on
             this model.
     """
     layers = sorted(anatomy.layers.items())
@@ -64,8 +65,8 @@ def install_taps(anatomy: Anatomy, arena: Tensor, tables: Tables) -> tuple[int, 
 
 
 def _places_of(number: int, tap_of: Mapping[int, int]) -> dict[str, int]:
-    """The boundaries of the taps of a layer. The keys are `entry`, `middle`, `exit`, `attn_out` and
-    `mlp_out`, without the keys of boundaries that have no tap."""
+    """The boundaries of the taps of a layer. The possible keys are `entry`, `middle`, `exit`,
+    `attn_out` and `mlp_out`. A boundary without a tap has no entry."""
     # Only layer 0 has a tap at its entry. Any other entry is the exit of the previous layer.
     places = {"entry": 0 if number == 0 else -1, "middle": 2 * number + 1}
     places["exit"] = 2 * number + 2
@@ -128,8 +129,8 @@ def norm_of(layer: nn.Module, number: int, convention: Convention) -> nn.Module:
 def give_buffers(
     module: nn.Module, places: Mapping[str, int], arena: Tensor, tables: Tables
 ) -> None:
-    """Register the tensors that taps use as non-persistent buffers of the module. `places` has the
-    boundary of each tap of the module, by the name of the tap."""
+    """Register the tensors that taps use as non-persistent buffers of the module. `places` maps the
+    name of each tap of the module to the tap's boundary."""
     tensors = {
         "arena": arena, "tokens": tables.tokens, "programs": tables.programs,
         "ops": tables.ops, "vectors": tables.vectors, "host": tables.host,
@@ -158,7 +159,7 @@ def tap_rows(
 
     Args:
         rows: [num_tokens, size], [num_tokens, heads, size of a head], or [1, num_tokens, size].
-        number: the row of Tables.taps that belongs to the tap.
+        number: the tap's row of Tables.taps.
         size: the number of elements of a whole row.
         split: the split of the rows over the ranks. `rows` then has `split.part` elements in a row.
             None if each rank has whole rows.
@@ -167,9 +168,9 @@ def tap_rows(
         The rows that the model must use after the tap: `rows`, or a copy of them.
 
     Raises:
-        CompatError: the width or dtype of `rows` is wrong, so that the rows would overwrite other
-            rows in the arena. Or the elements of a row are not adjacent in memory. A compiled model
-            raises the error while the graph is traced.
+        CompatError: the width or dtype of `rows` is wrong (such rows would overwrite other rows in
+            the arena), or the elements of a row are not adjacent in memory. A compiled model raises
+            the error while the graph is traced.
     """
     dtype = module.scope_arena.dtype
     width = size if split is None else split.part
@@ -178,8 +179,8 @@ def tap_rows(
         raise CompatError(f"a tap is given {came}, not rows of {width} {dtype}")
     if rows.stride(-1) != 1:
         raise CompatError("a tap is given rows whose numbers do not lie side by side")
-    # If `rows` is a slice of wider rows, the compiler would copy the wider rows two times without
-    # this copy.
+    # This copies `rows` if it is a slice of wider rows. Otherwise the compiler would copy the wider
+    # rows two times.
     flat = rows.reshape(-1, width).contiguous()
     if split is None:
         _tap(module, flat, None, number)
@@ -223,8 +224,8 @@ def _tapped_layer(base: type, convention: Convention, places: frozenset[str]) ->
 def _branching_layer(base: type, size: int) -> type[nn.Module]:
     """A subclass of `base` with a tap on the MLP's output. `base` returns (hidden, residual).
 
-    This is the innermost subclass, so that its tap reads the MLP's output before edits and
-    functions write the stream to the same tensor.
+    This must be the innermost subclass. Edits of the stream and Python functions (anatomy.hooked)
+    write to the same tensor, and the tap must read the MLP's output before these writes.
     """
 
     class Tapped(base):

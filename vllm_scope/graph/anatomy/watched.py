@@ -4,8 +4,8 @@ Owns:  Watch, and the records NormCall and LayerCall.
 Runs:  one or two times, after the model is loaded. Not inside a compiled graph.
 From:  layers.   To: proof, supposed.
 
-Usually random rows replace the rows that enter the first layer. Then the record does not depend on
-a dummy token's embedding or on another pipeline stage. With `noise=False`, the model's own rows
+Usually random rows replace the rows that enter the first layer. The record then depends neither on
+a dummy token's embedding nor on another pipeline stage. With `noise=False`, the model's own rows
 enter the first layer.
 """
 
@@ -219,7 +219,8 @@ def _copied(value: object) -> object:
 
 
 def _noise(*tensors: object) -> dict[int, Tensor]:
-    """Random rows to replace each tensor, by the tensor's `id`. The rows are equal on all ranks."""
+    """Maps the `id` of each tensor to the random rows that replace the tensor. The rows are equal
+    on all ranks."""
     generator = torch.Generator().manual_seed(0)
     return {
         id(x): torch.randn(x.shape, generator=generator).to(x.device, x.dtype)

@@ -36,7 +36,7 @@ from vllm_scope.program.operations import (
 )
 
 #: Columns of the op table. WORD is the offset of an operation's result from the token's first slot,
-#: in words of 4 bytes. WORD_IN_TAP is this offset in a step that is drained tap by tap. If an
+#: in words of 4 bytes. WORD_IN_TAP is the same offset in a step that is drained tap by tap. If an
 #: operation stores nothing, both offsets are -1.
 (
     CODE, WORD, WORD_IN_TAP, VECTOR, NUMBER_A, NUMBER_B, NEXT, REGISTER, SOURCE, NUMBER_C, NUMBER_D,
@@ -52,14 +52,15 @@ NUM_TOKEN_COLUMNS = 8
 NUMBER, ACTS = range(2)
 NUM_TAP_COLUMNS = 4
 WORDS_PER_SLOT = SLOT_BYTES // 4
-#: A tap reports a fault as a number, which is the tap's own number + 1. If OP_CHECK found the fault
-#: in a row that the same tap did not edit, the number also has the bit CHECKED.
+#: A tap reports a fault as the number of the tap + 1. If OP_CHECK found the fault in a row that
+#: this tap did not edit, the reported number also has the bit CHECKED.
 CHECKED = 1 << 30
 
 
 def fault_at(fault: int) -> tuple[int, bool]:
-    """The number of the tap that reported a fault, and True if the result of this tap's edits was
-    not finite. False if OP_CHECK found the fault in a row that this tap did not edit.
+    """The number of the tap that reported a fault, and a bool. The bool is True if the result of
+    this tap's edits was not finite, and False if OP_CHECK found the fault in a row that this tap
+    did not edit.
 
     Args:
         fault: the number (not 0) that the tap reported.
@@ -88,13 +89,14 @@ def tap_rows(
     An edited row x is rounded and written back. If there is a residual, then residual = x and
     hidden = 0. Otherwise hidden = x. An edited row is not written in two cases:
 
-    - The edits did not change the row. To write such a row would round hidden + residual.
-    - The row is not finite in the model's dtype. A fault is reported for the row's owner, and the
-      model continues with the row from before the edits. Faults are read only in the last pipeline
-      stage. In other stages such a row is written, and OP_CHECK finds the row in the last stage.
+    - The edits did not change the row. A write would replace hidden + residual by the rounded sum.
+    - The row is not finite in the model's dtype. The tap reports a fault for the row's owner, and
+      the model continues with the row from before the edits. But faults are read only in the last
+      pipeline stage. In other stages the tap writes the row, and OP_CHECK finds the row in the last
+      stage.
 
-    OP_CHECK replaces a row that is not finite by zeros, because a sampler could return a token that
-    does not exist for such a row. No caller gets these zeros.
+    OP_CHECK replaces a row that is not finite by zeros. From a row that is not finite, a sampler
+    could return a token that does not exist. No caller gets these zeros.
 
     Args:
         hidden: [num_rows, hidden_size], model dtype. Edited rows are written here.
@@ -102,23 +104,22 @@ def tap_rows(
         arena: [num_slots, elements of a slot], model dtype. Written in place.
         tokens: [max_rows, 8] int32. The columns are: program (-1 for none); slot; 1 if the token's
             slots are in host memory, else 0; owner; since; stride; steps; a column that is not
-            used. The token's first slot is slot + min(max(position - since, 0), steps) * stride,
-            which is always inside the arena or the ring. The rows with the index num_rows or more
-            are not read.
+            used. The token's first slot is slot + min(max(position - since, 0), steps) * stride.
+            This slot is always inside the arena or the ring. Only the first num_rows rows are read.
         programs: [num_programs, num_taps] int32, the index of the program's first op at each tap,
             or -1 for none.
         ops: [num_ops, NUM_COLUMNS] int32. The columns are listed at the top of this file. The
             columns NUMBER_A to NUMBER_E contain the bits of float32 numbers.
         vectors: [num_vectors, hidden_size or more] float32.
         tap: [4] int32. The first number is this tap's column in `programs`. The second number is 0
-            if this tap does nothing in this step, else 1. If the second number is 0, no row looks
-            up its program. The other two numbers are not used.
-        host: [6] int64, six addresses. Two addresses are in host memory. The first address is that
-            of the slots, which only the kernel writes. The second address is that of the faults,
-            int32 by owner, or 0 if faults are not read. The other four are addresses of tables on
-            the rows' device, which are the registers, float32 [max_rows, REGISTERS]; the walks,
-            int32 [max_rows, 8]; the log of states, float32; and the rows' positions, int64. The
-            positions are read only for rows with a stride, and for operations in ADVANCING.
+            if this tap does nothing in this step, else 1. With 0, the tap returns without a look at
+            `programs`. The other two numbers are not used.
+        host: [6] int64, six addresses. The first two are addresses of host memory: the ring's
+            slots, which only the kernel writes; and the faults, int32 by owner (0 if faults are not
+            read). The other four are addresses of tables on the rows' device: the registers,
+            float32 [max_rows, REGISTERS]; the walks, int32 [max_rows, 8]; the log of states,
+            float32; and the rows' positions, int64. The positions are read only for rows with a
+            stride, and for operations in ADVANCING.
         slot_base: if the step is drained tap by tap, the first slot of this tap; else 0.
         slots_per_token: if the step is drained tap by tap, the number of slots of each token at
             this tap; else 0. If `slots_per_token` is not 0, the slot column of `tokens` contains
@@ -200,8 +201,8 @@ def _write_back(
     hidden: Tensor, residual: Tensor | None, came: Tensor, x: Tensor, index: Tensor,
     edited: Tensor, told: bool,
 ) -> NDArray[np.bool_]:  # fmt: skip
-    """Write the finite rows that changed to the model's tensors. Return an array bool [num_rows],
-    which is True for a row with a fault.
+    """Write the rows that are finite and changed to the model's tensors. Returns bool [num_rows],
+    True for a row with a fault.
 
     Args:
         told: True if faults are read. If False, rows that are not finite are written too.
@@ -227,7 +228,7 @@ def _report(host: Tensor, owners: NDArray[np.int32], fault: int) -> None:
 def _first_slots(
     table: NDArray[np.int32], rows: NDArray[np.int64], host: Tensor, base: int, per_token: int
 ) -> NDArray[np.int64]:
-    """The first slot of each of these rows, by the token table."""
+    """The first slot of each of these rows, computed from the token table."""
     columns = table[rows]
     first = columns[:, SLOT].astype(np.int64)
     if per_token:
@@ -269,9 +270,9 @@ def _number(op: np.ndarray, column: int) -> Tensor:
 
 
 def _dot(x: Tensor, v: Tensor) -> Tensor:
-    """The dot product of each row with its vector, [num_rows]. If there is only one vector, it is
-    used for all rows. numpy computes the products, because with torch the last bit of a row's
-    result can depend on the other rows."""
+    """The dot product of each row with its vector, [num_rows]. If `v` has only one vector, all rows
+    use this vector. numpy computes the products, because with torch the last bit of a row's result
+    can depend on the other rows."""
     rows, vectors = x.detach().numpy(), v.numpy()
     if len(vectors) == 1:
         return torch.from_numpy(np.einsum("ij,j->i", rows, vectors[0]))
@@ -308,7 +309,8 @@ def _edited(
 
     Args:
         part: [num_rows], the value from 0 to 1 by which the edit's change is multiplied.
-        source: [num_rows], the activation of the edit's feature, if the edit has a feature.
+        source: [num_rows], the activation of the feature that the edit changes. Not used by other
+            edits.
     """
     v, part = vectors[_vectors_of(op)], part[:, None]
     if code == OP_SET:

@@ -65,7 +65,7 @@ def num_nodes(graph: int) -> int:
 
 def last_kernel(stream: int) -> int | None:
     """The graph's node for the kernel that was captured last on a stream. None if the last node is
-    not a kernel, if there is not exactly one last node, or if the driver returns an error."""
+    no kernel, if there are several last nodes or none, or if the driver returns an error."""
     status, number, count = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_size_t()
     graph, nodes = _Handle(), ctypes.POINTER(_Handle)()
     kind = ctypes.c_int()

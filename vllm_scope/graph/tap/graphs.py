@@ -27,14 +27,14 @@ from vllm_scope.graph.tap import driver
 logger = logging.getLogger("vllm.vllm_scope")
 
 #: After PAYS * num_nodes starts of taps that do nothing, a graph without these taps is made.
-#: num_nodes is the number of nodes of the captured graph. To make the graph takes about as long as
-#: these starts, which is 12 to 20 us for each node (measured on an H100).
+#: num_nodes is the number of nodes of the captured graph. These starts together take about as long
+#: as making the graph, which takes 12 to 20 us for each node (measured on an H100).
 PAYS = 12
 #: If the device has fewer free bytes than LEAST_FREE, no graph without some taps is made. A graph
 #: takes 4 KiB per node.
 LEAST_FREE = 1 << 30
-#: The largest number of graphs without some taps that are kept for one captured graph. To keep one
-#: more graph, the least recently used graph is dropped.
+#: For one captured graph, at most this many graphs without some taps are kept. When one more graph
+#: is made, the least recently used graph is dropped.
 MOST = 4
 #: A captured graph with fewer taps than LEAST_TAPS (such as a piece of a prefill) is always
 #: replayed whole.
@@ -51,7 +51,7 @@ class Route(Protocol):
 
 
 class Kept(NamedTuple):
-    """A graph that was made without some of the taps of a captured graph.
+    """A graph that was made from a captured graph, without some of its taps.
 
     Attributes:
         acting: bool [number of taps of the captured graph], True for taps that this graph has.
@@ -69,7 +69,8 @@ class Variants:
     Args:
         taps: the numbers of the captured graph's taps.
         num_nodes: the number of nodes of the captured graph.
-        drop: a function that frees a graph that the argument `make` of `of` has made.
+        drop: a function that frees a graph. The argument `make` of the method `of` has made this
+            graph.
     """
 
     def __init__(self, taps: list[int], num_nodes: int, drop: Callable[[Any], None]) -> None:
@@ -79,8 +80,8 @@ class Variants:
         self._kept: dict[bytes, Kept] = {}
         self._in_vain: dict[bytes, int] = {}
         self._none = np.zeros(len(taps), bool)
-        #: The argument `acting` of the last call of `of`, and the result of this call. `_none` if
-        #: another call with the same argument can have another result.
+        #: `_last`: the argument `acting` of the last call of `of`. `_found`: the result of this
+        #: call. If a later call with the same argument can have another result, `_last` is `_none`.
         self._last: NDArray[np.bool_] | None = self._none
         self._found: Any = None
 
@@ -113,7 +114,8 @@ class Variants:
         self, key: bytes, here: NDArray[np.bool_],
         make: Callable[[NDArray[np.bool_]], Any | None],
     ) -> Kept | None:  # fmt: skip
-        """Make a graph with only these taps, if this saves time. None if no graph is made."""
+        """Make a graph that has only the taps in `here`, if this saves time. None if no graph is
+        made."""
         in_vain = self._in_vain.pop(key, 0) + len(here) - int(here.sum())
         if in_vain < self._pays:
             if len(self._in_vain) >= 16 * MOST:
@@ -128,8 +130,8 @@ class Variants:
         return Kept(here, made)
 
     def _least(self, here: NDArray[np.bool_]) -> Any:
-        """Of the kept graphs that have all of these taps, the graph with the fewest taps. None if
-        there is no such graph."""
+        """Of the kept graphs that have all taps in `here`, the graph with the fewest taps. None if
+        no kept graph has all these taps."""
         fit = [kept for kept in self._kept.values() if not (here & ~kept.acting).any()]
         return min(fit, key=lambda kept: int(kept.acting.sum())).made if fit else None
 
@@ -145,8 +147,8 @@ class TappedGraph(torch.cuda.CUDAGraph):
 
     #: The graph that vLLM captures now. vLLM captures only one graph at a time.
     capturing: TappedGraph | None = None
-    #: The node of each tap's kernel, by the tap's number. None if some tap has not exactly one
-    #: kernel.
+    #: Maps a tap's number to the node of the tap's kernel. None if a tap has several kernels or
+    #: none.
     _nodes: dict[int, int] | None = None
     _route: Route | None = None
     _variants: Variants | None = None
@@ -167,8 +169,8 @@ class TappedGraph(torch.cuda.CUDAGraph):
         if self._nodes and len(self._nodes) >= LEAST_TAPS:
             with suppress(driver.DriverError):  # if this fails, the graph is always replayed whole
                 num_nodes = driver.num_nodes(self.raw_cuda_graph())
-                # Variants gets no reference to this graph, because a cycle would delay the
-                # deletion.
+                # `_drop` is a function, not a method. A method would refer to this graph, and this
+                # cycle would delay the graph's deletion.
                 self._variants = Variants(list(self._nodes), num_nodes, _drop)
 
     @contextmanager
@@ -194,13 +196,15 @@ class TappedGraph(torch.cuda.CUDAGraph):
         if found is None:
             super().replay()
         else:
-            # This call returns the current stream. `torch.cuda.current_stream` would take 3 us.
+            # This private function returns the current stream faster than
+            # `torch.cuda.current_stream`, which takes 3 us.
             found.launch(torch._C._cuda_getCurrentRawStream(self._device))
 
     def _replay_first(self) -> None:
-        """Replay the whole graph, and find out whether the graph draws random numbers. If the graph
-        draws random numbers, torch must write the generator's offset before each replay. A graph
-        without some taps would not get this offset."""
+        """Replay the whole graph, and find out whether the graph draws random numbers. Before each
+        replay of such a graph, torch must write the generator's offset. torch would not write the
+        offset for a graph without some taps. Therefore a graph that draws random numbers is always
+        replayed whole."""
         generator = torch.cuda.default_generators[self._device]
         before = generator.get_offset()
         super().replay()
@@ -234,8 +238,8 @@ def _drop(executable: driver.Executable) -> None:
 
 
 def noted(route: Route, tap: int) -> AbstractContextManager[None]:
-    """A context manager for the capture of a tap's kernel. If a TappedGraph is being captured, it
-    stores the node of the kernel."""
+    """A context manager for the capture of a tap's kernel. If a TappedGraph is being captured, this
+    graph stores the node of the kernel."""
     graph = TappedGraph.capturing
     return nullcontext() if graph is None else graph.noted(route, tap)
 
@@ -255,8 +259,8 @@ class _Made(type):
 
 
 class _Captured(metaclass=_Made):
-    """Replaces torch.cuda.CUDAGraph. The replacement must be a class, because modules that are
-    imported inside `captured` can use the name in type hints."""
+    """Replaces torch.cuda.CUDAGraph. This must be a class, because modules that are imported inside
+    `captured` can use the name `torch.cuda.CUDAGraph` in type hints."""
 
 
 @contextmanager

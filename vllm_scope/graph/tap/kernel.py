@@ -2,8 +2,8 @@
 
 Owns:  the kernel, its launcher, and `load_variants`.
 Runs:  on the GPU, inside captured CUDA graphs. The kernel does not wait for the host, and allocates
-       no memory. The shapes of its arguments are fixed for each graph. Only the contents of the
-       tables change.
+       no memory. In each graph, the shapes of the kernel's arguments are fixed, and only the
+       contents of the tables change.
 Must equal: tap/definition.py. A property test compares kernel.py with definition.py on random
 programs.
 """
@@ -56,7 +56,7 @@ CHECKED = tl.constexpr(1 << 30)
 
 @triton.jit
 def _tanh(x):
-    # For numbers near 0 the power series is used, because the quotient would lose digits.
+    # Near 0 the quotient would lose digits. Therefore the power series is used for small numbers.
     found = 1 - 2 / (tl.exp(2 * x) + 1)
     return tl.where(tl.abs(x) < 0.02, x - x * x * x / 3, found)
 
@@ -89,8 +89,8 @@ def _next_state(code, op, score, begun, one, two):
     return value, one, two
 
 
-# The kernel is not specialized to these arguments, so that their values need no additional compiled
-# variants. An additional variant would be compiled during the capture of a graph.
+# Triton must not compile a separate variant of the kernel for special values of these arguments.
+# Such a variant would be compiled during the capture of a graph.
 @triton.jit(
     do_not_specialize=[
         "hidden_row_stride", "residual_row_stride", "vector_stride", "num_taps", "slot_base",
@@ -118,8 +118,8 @@ def _tap_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    # The loads of `program`, `tap` and `acts` do not wait for each other. If a tap did not test
-    # `acts`, each row would also have to load `at`, after these loads.
+    # The loads of `program`, `tap` and `acts` do not wait for each other. If `acts` is 0, the tap
+    # saves the load of `at`, which waits for these loads.
     token = tokens_ptr + row * TOKEN_COLUMNS
     program = tl.load(token)
     tap = tl.load(tap_ptr)
@@ -138,7 +138,7 @@ def _tap_kernel(
     if HAS_RESIDUAL:
         x += tl.load(residual, keep, 0.0).to(tl.float32)
     slot = tl.load(token + TOKEN_SLOT).to(tl.int64)
-    # The loads for the slot wait for each other, but not for the loads of operations below.
+    # These loads wait for each other. The loads of operations below do not wait for these loads.
     positions = tl.load(host_ptr + 5).to(tl.pointer_type(tl.int64))
     stride = tl.load(token + TOKEN_STRIDE).to(tl.int64)
     steps = tl.load(positions + row, stride > 0, 0) - tl.load(token + TOKEN_SINCE)
@@ -153,8 +153,9 @@ def _tap_kernel(
     words = base.to(tl.pointer_type(tl.float32), bitcast=True) + slot * 4
     edited = 0
     fault = 0
-    # An operation that advances a state is repeated for each score that the state does not have
-    # yet. An inner loop would move the row out of the GPU's registers.
+    # An operation that advances a state runs once for each score that the state does not include
+    # yet: the loop below repeats the operation. An inner loop would move the row out of the GPU's
+    # registers.
     walked, one, two = 0, 0.0, 0.0
     while at >= 0:
         op = ops_ptr + at.to(tl.int64) * COLUMNS
@@ -245,8 +246,8 @@ def _tap_kernel(
                 elif tl.load(op + 8) >= 0:
                     tl.store(held + tl.load(op + 8), score)
                 tl.store(held + register, value)
-                # One thread stores the value, and all threads load the value in the next operation.
-                # The barrier makes all threads wait for the store.
+                # One thread stores the value. In a later operation, all threads load the value. The
+                # barrier makes all threads wait for the store.
                 tl.debug_barrier()
                 if offset >= 0:
                     tl.store(out, value)
@@ -304,7 +305,8 @@ def _tap_kernel(
             else:
                 tl.store(hidden, rounded, keep)
     if fault != 0:
-        # The faults are in host memory. Only a report of a fault costs a write across PCIe.
+        # The faults are in host memory. Therefore a tap writes across PCIe only if there is a
+        # fault.
         faults = tl.load(host_ptr + 1)
         if faults != 0:
             owner = tl.load(token + TOKEN_OWNER)
@@ -332,8 +334,8 @@ def tap_rows(hidden: Tensor, residual: Tensor | None, *others: Any) -> None:
 
 
 def load_variants(arena: Tensor, tables: Tables, row_sizes: tuple[int, ...]) -> None:
-    """Launch each variant of the kernel that taps need, on rows that do nothing. This compiles the
-    variants before a graph is captured.
+    """Launch each variant of the kernel that taps need, on rows without a program. These launches
+    compile the variants before a graph is captured.
 
     Args:
         row_sizes: the number of elements of a row, for each kind of site (an index in sites.KINDS).

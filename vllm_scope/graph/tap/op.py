@@ -1,16 +1,17 @@
 """`torch.ops.vllm_scope.tap`: the op that is traced into the model's graph.
 
-Owns:  the registration of the op, and the route from a tap to the worker's state of the step.
-Runs:  in the model's forward. Inside a replayed CUDA graph this Python code does not run. Where
-       this code runs (eager pieces, the CPU), a tap that does nothing launches no kernel, and a
-       step can be drained tap by tap.
+Owns:  the registration of the op, and the table that leads from a tap to the worker's state of the
+       step.
+Runs:  in the model's forward. When a CUDA graph is replayed, this Python code does not run. Where
+       this code runs (in eager pieces, and on a CPU), a tap that does nothing launches no kernel,
+       and a step can be drained tap by tap.
 
-The op writes to the arena and the rows. The op's schema declares these writes. Therefore the
-compiler does not copy the arena or the rows. In a test without the op, traced tensor code
-(index_copy_) made three temporary tensors of the arena's size in each step (measured with torch
-2.13). The tap's number is given to the op as a tensor. If the number were a constant, the graph of
-each layer would be compiled separately, which would take 26 s instead of 4 s for 32 layers
-(measured on an H200).
+The op writes to the arena and the rows. The op's schema declares these writes, so that the compiler
+copies neither the arena nor the rows. With traced tensor code (index_copy_) in place of the op, the
+compiled graph made three temporary tensors of the arena's size in each step (measured with torch
+2.13). The op gets the tap's number as a tensor. If the number were a constant, the graph of each
+layer would be compiled separately, which would take 26 s instead of 4 s for 32 layers (measured on
+an H200).
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class StepRoute(graphs.Route, Protocol):
         write)."""
 
 
-#: The worker's state and the tap's number, by the address of the tap's row in Tables.taps. The
-#: references are weak, because the state leads to the model, and vLLM does not shut down the worker
-#: of an engine that does not start.
+#: Maps the address of a tap's row in Tables.taps to the worker's state and the tap's number. The
+#: references are weak, because a worker's state keeps its model alive. If an engine does not start,
+#: vLLM does not shut down the worker, and nothing would remove the references.
 _routes: dict[int, tuple[weakref.ref[StepRoute], int]] = {}
 
 
@@ -105,7 +106,7 @@ _library = torch.library.Library("vllm_scope", "FRAGMENT")
 
 
 def register() -> None:
-    """Define the op in the first call. Other calls in the same process do nothing."""
+    """Define the op. Later calls in the same process do nothing."""
     if hasattr(torch.ops.vllm_scope, "tap"):
         return
     stream = "Tensor(a0!) hidden, Tensor(a1!)? residual, Tensor(a2!) arena, "

@@ -18,8 +18,8 @@ Content = TypeVar("Content", bound=Hashable)
 
 class Places(Generic[Content]):
     """Numbered places of a table. Each place can have a content. A content keeps its place while
-    the content is held. After that, the place is idle, and a new content can use the place. The
-    place that has been idle longest is used first."""
+    the content is held. After the last hold, the place is idle. The place keeps its content until a
+    new content needs the place. The place that has been idle longest is used first."""
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count - 1, -1, -1))
@@ -42,8 +42,8 @@ class Places(Generic[Content]):
         return self._contents[number]
 
     def take(self, count: int) -> list[int]:
-        """Allocate free places until the caller gives the places back. `find` does not find
-        contents at these places."""
+        """Allocate free places, which the caller later gives back with `give_back`. `find` does not
+        know the contents of these places."""
         first = len(self._free) - count
         taken, self._free[first:] = self._free[first:], []
         return taken[::-1]
@@ -63,11 +63,12 @@ class Places(Generic[Content]):
         self._idle.pop(number, None)
 
     def hold_all(self, contents: Sequence[Content]) -> tuple[list[int], list[int]] | None:
-        """Hold different contents. If no place is free for a new content, an idle place is used.
+        """Hold several contents, which must be distinct. If no place is free for a new content, an
+        idle place is used.
 
         Returns:
             The place of each content, and the indices of new contents in `contents`. None if there
-            are too few free and idle places. Then no content is held.
+            are too few free and idle places; in this case no content is held.
         """
         numbers, new, known = self._numbers, [], []
         for i, content in enumerate(contents):

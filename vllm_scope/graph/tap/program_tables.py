@@ -4,8 +4,8 @@ Owns:  ProgramTables (the ids of programs, and the tables of operations and vect
 Runs:  in every worker. The host writes the tables, and taps read the tables.
 From:  worker.plan (the held programs of requests). To: tables.
 
-Promise: the tables are written on the device in stream order, so that an earlier step never sees
-the new content of a place.
+Promise: all writes to the device tables are enqueued on the model's stream. Therefore an earlier
+step never sees the new content of a place.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from vllm_scope.request.sites import STREAM, boundary_of_point
 #: only read.
 HELD_PROGRAMS, FREE_PROGRAMS = 8192, 4096
 #: Up to MOST_IDLE_SETS sets of programs stay on the device after their last request has ended.
-#: Because of this, a later request with the same monitor uploads nothing. A set with more than
-#: MOST_IDLE_BYTES of vectors does not stay. For a set with few operations, the bytes are not
-#: counted.
+#: Because of these sets, a later request with the same monitor uploads nothing. A set with more
+#: than MOST_IDLE_BYTES of vectors does not stay. If a set has few operations (`Held.few`), its
+#: bytes are not counted.
 MOST_IDLE_SETS, MOST_IDLE_BYTES = 16, 1 << 20
-#: The number of places for the ops of held programs. The table has one more place for each tap of
-#: each program that only reads.
+#: The number of places for the ops of held programs. In addition, the table has a place for each
+#: tap of each program that only reads.
 HELD_OPS = 1 << 17
 
 
@@ -69,15 +69,15 @@ def capacity(vector_size: int, vectors_mib: float) -> Cost:
 
 
 class _Words(NamedTuple):
-    """The addresses at which the operations of a token with one layout store their results, in
-    words of 4 bytes.
+    """Where the operations of a token store their results, for tokens with one layout. Addresses
+    count words of 4 bytes.
 
     Attributes:
-        rows: for each point of the arena's layout, the two addresses of the first word of the
-            point's row. The first address counts from the token's first slot, and the second
-            address counts from the token's first slot at one tap.
-        told: for each bank and point in the layout, the two addresses of the first number that the
-            bank stores.
+        rows: for each point of the arena's layout, the address of the point's row, in two forms.
+            The first form counts from the token's first slot. The second form counts from the
+            token's first slot in a step that is drained tap by tap.
+        told: for each bank and point in the layout, the address of the first number of the bank, in
+            the same two forms.
         num_slots, num_delivered: the number of slots of a token in the arena, and the number of
             slots after the token's rows are encoded.
     """
@@ -88,8 +88,8 @@ class _Words(NamedTuple):
     num_delivered: int
 
     def of(self, op: Op, layout: Layout) -> tuple[int, int]:
-        """The two addresses at which an operation stores its result. (-1, -1) if the operation
-        stores nothing."""
+        """The address at which an operation stores its result, in the two forms of `rows`. (-1, -1)
+        if the operation stores nothing."""
         if op.code == OP_READ:
             return self.rows[op.at]
         if op.told is None:
@@ -137,7 +137,8 @@ _FIXED = [CODE, REGISTER, SOURCE, NUMBER_A, NUMBER_B, NUMBER_C, NUMBER_D, NUMBER
 
 @dataclass
 class _HeldSet:
-    """The places of the programs of one `Held`, which several requests can share, in the tables.
+    """The places that the programs of one `Held` have in the tables. Several requests can share a
+    `Held`.
 
     Attributes:
         ids: the program ids that `Tables.hold` returns.
@@ -202,7 +203,7 @@ class ProgramTables:
         self._sets: dict[Held, _HeldSet] = {}
         #: The sets of programs that no request holds. The set that is idle longest comes first.
         self._idle_sets: dict[Held, None] = {}
-        #: The set of each program, and the program's index in the set, by the program's id.
+        #: Maps the id of a program to the program's set, and to the program's index in the set.
         self._set_at: dict[int, tuple[Held, int]] = {}
         self._free_ops = FreePlaces(num_ops)
         self._ops_of: dict[int, NDArray[np.int32]] = {}
@@ -275,8 +276,8 @@ class ProgramTables:
         return known.ids
 
     def _hold_few(self, held: Held) -> _HeldSet:
-        """Hold the programs one by one. With few operations, `_hold_new_set` takes twice as
-        long."""
+        """Hold the programs one by one. If there are few operations, this takes half as long as
+        `_hold_new_set`."""
         single: list[int] = []
         ids = [NO_PROGRAM] * len(held)
         try:
@@ -303,7 +304,8 @@ class ProgramTables:
         ids = np.full(len(rows.exists), NO_PROGRAM, np.int32)
         ids[exists] = numbers
         of_columns = ids[rows.index]
-        # Equal programs have equal layouts. Therefore any of their columns gives the right layout.
+        # Several columns can have the same program, and then have the same layout. Therefore any of
+        # these columns gives the right layout.
         self._set_at.update((number, (held, i)) for i, number in enumerate(of_columns.tolist()))
         self._set_at.pop(NO_PROGRAM, None)
         self._write_rows(rows, ids, numbers, ops, vectors)
@@ -331,9 +333,9 @@ class ProgramTables:
         self.num_delivered[numbers] = rows.num_delivered[rows.exists]
 
     def release_set(self, held: Held) -> None:
-        """Undo one `hold`. If no request holds the set of programs any more, a small set stays on
-        the device for a later request. The set is dropped when its places are needed, or after
-        MOST_IDLE_SETS other sets have become idle."""
+        """Undo one `hold`. After the last hold, a small set stays on the device for a later
+        request. This set is dropped when its places are needed, or after MOST_IDLE_SETS other sets
+        have become idle."""
         known = self._sets[held]
         known.holders -= 1
         if not known.holders:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_scope.program.operations import NO_PROGRAM
 
-#: The number of steps that can be in flight without a wait for a buffer.
+#: Up to this many steps can be in flight before the worker must wait for a buffer.
 UPLOADS_IN_FLIGHT = 8
 
 
@@ -25,13 +25,13 @@ class Buffer:
 
     Attributes:
         tensor, array: the same memory, int32 [max_rows, number of columns].
-        holds: the array of program ids that was last written to the buffer. Arrays are compared by
-            object identity.
+        holds: the array object of program ids that was last written to the buffer. Tables.load_step
+            compares it by identity.
         to_host: the value of the TO_HOST column in the buffer's rows.
         rows: the indices of those rows of the buffer that have a program.
-        num_rows: the row with this index and all later rows have no program.
+        num_rows: the rows from this index on have no program.
         first: a slice of `tensor` with the rows of the last upload.
-        num_first: the number of rows of `first`. A call of `len(first)` takes longer.
+        num_first: the number of rows of `first`, because a call of `len(first)` takes longer.
     """
 
     tensor: Tensor
@@ -47,9 +47,10 @@ class Buffer:
 class Staging:
     """A ring of host buffers for uploads. For a GPU, the memory is pinned and guarded by events.
 
-    Under async scheduling several steps are in flight. If a buffer were written again before its
-    content is copied to the device, the plan of an earlier step would change. Each half of the ring
-    has one event. The event of a half is recorded after the last upload from this half.
+    Under async scheduling several steps are in flight. If the worker wrote to a buffer before the
+    buffer's last content is copied to the device, the plan of an earlier step would change. Each
+    half of the ring has one event, which is recorded after the last upload from this half. Before
+    the worker uses the half again, it waits for this event.
     """
 
     def __init__(self, to: Tensor) -> None:
@@ -61,8 +62,8 @@ class Staging:
             self._buffers.append(Buffer(tensor, tensor.numpy()))
         self._events = [torch.cuda.Event() for _ in range(2)] if self._cuda else []
         self._at = -1
-        #: The device tensor to which buffers are copied, a slice of it with the rows of the last
-        #: upload, and the number of these rows.
+        #: `_to`: the device tensor to which buffers are copied. `_to_first`: a slice of `_to` with
+        #: the rows of the last upload. `_num_first`: the number of these rows.
         self._to, self._to_first, self._num_first = to, to, len(to)
 
     def next(self) -> Buffer:
@@ -74,9 +75,9 @@ class Staging:
         return self._buffers[self._at]
 
     def upload(self, buffer: Buffer, num_rows: int) -> None:
-        """Enqueue the copy of the buffer's first `num_rows` rows. The slices of the tensors are
-        kept for the next upload, because most decode steps have the same number of rows. To slice a
-        tensor takes a third of the time that is needed to enqueue the copy."""
+        """Enqueue the copy of the buffer's first `num_rows` rows. This method keeps its slices of
+        tensors for the next upload, because most decode steps have the same number of rows. Slicing
+        a tensor takes a third of the time of enqueuing the copy."""
         if buffer.first is None or buffer.num_first != num_rows:
             buffer.first, buffer.num_first = buffer.tensor[:num_rows], num_rows
         if self._num_first != num_rows:

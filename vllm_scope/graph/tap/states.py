@@ -6,16 +6,16 @@ From:  program.operations.   To: definition, worker.walks.
 
 The log is float32 [num_places, STATE_NUMBERS]. A row of the log, called a place, contains the value
 and the state of one gate at one position of one request. For each generated token, a request has
-one place in the log for each gate with a state. The index of a gate's place is the index of the
-token's first place plus the gate's register.
+one place in the log for each gate with a state. The index of this place is the index of the token's
+first place plus the gate's register.
 
-The walk of a row says where the request's states are, and which tokens have a state already. For
-each row, the tap advances the state separately. The tap starts from the state of the request's last
-token that has a state. Then the tap applies the scores of the request's rows in this step, up to
-the score of the row itself. An earlier tap has computed these scores. Therefore no row waits for
-another row. The states have the same bits if the tokens are computed in one step or in several
-steps. The tap reads the position of a row on the device, because the host does not know the true
-position during speculative decoding.
+The walk of a row says where the request's states are, and which tokens already have a state. The
+tap computes the state of each row separately. The tap starts from the state of the request's last
+token that already has a state. Then the tap applies the scores of the request's rows in this step,
+up to the score of the row itself. An earlier tap has computed these scores. Therefore no row waits
+for another row. Whether tokens are computed in one step or in several steps, their states have the
+same bits. The tap reads the position of a row on the device, because the host does not know the
+true position during speculative decoding.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _REGISTER, _SOURCE, _NUMBERS = 7, 8, [4, 5, 9, 10, 11]
 
 
 def compared(score: Floats, threshold: Floats, sharpness: Floats, sign: Floats) -> Floats:
-    """A gate's value by its score and threshold, [num_rows]. If `sharpness` is above 0, the value
-    is a sigmoid; else the value is 0 or 1."""
+    """A gate's value, computed from score and threshold, [num_rows]. If `sharpness` is above 0, the
+    value is a sigmoid; else the value is 0 or 1."""
     beyond = sign * (score - threshold)
     with np.errstate(over="ignore"):  # not torch's sigmoid, whose result depends on the batch
         smooth = 1 / (1 + np.exp(-sharpness * beyond))

@@ -4,7 +4,7 @@ Owns:  Tables (device tensors of fixed size and address, with the program of eac
 Runs:  in every worker. The host writes the tables, and taps read the tables.
 From:  plan, program_tables.   To: op.
 
-Promise: in a forward without a plan, every token's program is -1. Therefore taps do nothing in
+Promise: if a forward has no plan, the program of every token is -1. Therefore taps do nothing in
 dummy runs, graph captures and idle steps.
 """
 
@@ -51,7 +51,8 @@ class Repeat(NamedTuple):
     rows, and each row is one position later.
 
     Attributes:
-        since: int64 [num_rows], the position of each row. Rows without slots can have any number.
+        since: int64 [num_rows], the position of each row. For a row without slots, the number is
+            not used.
         stride: the number of slots between the tokens of two adjacent positions.
         steps: how many times the step can be repeated before the end of the arena or the ring.
     """
@@ -72,13 +73,12 @@ class Tables(ProgramTables):
         registers: [max_rows, REGISTERS] float32, the registers of each row.
         walks: [max_rows, 8] int32, for rows whose gates have states. tap.states lists the columns.
         log: [num_places, STATE_NUMBERS] float32, the states of gates.
-        host: [6] int64, six addresses. Two addresses are in host memory, namely the ring's slots (0
-            if taps do not write to the ring) and `faults` (0 if faults are not read). Four
-            addresses are on the device, namely `registers`, `walks`, `log`, and the rows' positions
-            (0 before the first `point_at`).
-        faults: int32 [MOST_OWNERS] in host memory. For each owner, the number is 0, or a fault that
-            `definition.fault_at` can read. Taps write faults. Any thread is allowed to read and
-            clear faults.
+        host: [6] int64, six addresses. Two are addresses of host memory: the ring's slots (0 if
+            taps do not write to the ring) and `faults` (0 if faults are not read). Four are
+            addresses of device memory: `registers`, `walks`, `log`, and the rows' positions (0
+            before the first `point_at`).
+        faults: int32 [MOST_OWNERS] in host memory. The number of an owner is 0, or a fault for
+            `definition.fault_at`. Taps write faults. Any thread can read and clear faults.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class Tables(ProgramTables):
         self._positions = 0
         #: The program ids of the last `load_step`. None after `clear_step`.
         self._loaded: NDArray[np.int32] | None = None
-        #: Whether the slots of the last `load_step` are in host memory, the stride of the last
-        #: `load_step`, and the first slot that `move_on` expects in the next step.
+        #: Three facts of the last `load_step`: whether its slots are in host memory, its stride,
+        #: and the first slot that `move_on` expects in the next step.
         self._to_host, self._stride, self._next_slot = False, 0, 0
         #: bool [num_taps], the ACTS column of `taps`.
         self._acts = np.ones(num_taps, bool)
@@ -148,12 +148,12 @@ class Tables(ProgramTables):
             rows: indices of the rows, ascending.
             program_ids, owners: the program and the owner of each row. The owner 0 means that the
                 row has no owner.
-            slots: the first slot of each row's token. If the step is drained tap by tap, `slots`
-                contains instead the token's index among the tokens that deliver.
+            slots: the first slot of each row's token. But if the step is drained tap by tap,
+                `slots` has the index of each row's token among the tokens that deliver.
             to_host: True if the slots are in host memory, not in the arena.
             repeat: the data with which `move_on` can repeat the step. None if the step cannot be
-                repeated. With `repeat`, the taps read the rows' positions, so that the caller must
-                call `point_at` first.
+                repeated. With `repeat`, the taps read the rows' positions. The caller must
+                therefore call `point_at` first.
         """
         if self._is_stale:
             self._flush()
@@ -245,9 +245,9 @@ class Tables(ProgramTables):
         return self._loaded is program_ids
 
     def _load_acts(self, program_ids: NDArray[np.int32]) -> None:
-        """Write to the table of taps, for each tap, whether the tap does something for a row.
-        Without this information, each row would look up its program at each tap, and a tap that
-        does nothing would take twice as long on a GPU."""
+        """Write to the table of taps whether each tap does something for at least one row. Without
+        this information, each row would look up its program at each tap. On a GPU, a tap that does
+        nothing would then take twice as long."""
         alike = bool((program_ids == program_ids[0]).all())  # the usual case, which is fast
         used = program_ids[:1] if alike else np.unique(program_ids)
         acts = (self._host_programs[used[used != NO_PROGRAM]] >= 0).any(axis=0)

@@ -6,11 +6,12 @@ tcp.py     sends to a front-end that cannot map the ring; rows are encrypted and
 
 From:  sinks.memory.   To: receiver.
 
-Promise: when a sender is created, its transport is tested. The front-end has then mapped the ring,
-or has answered over TCP. A span of the ring stays leased until the front-end has read the span. The
-ring therefore bounds the worker's memory, and a slow front-end loses no rows. If the front-end's
-process ends, the leases of its rows are released. If the front-end runs but does not read, and the
-ring has waited `deliver_timeout_s` for the front-end, the worker revokes the front-end.
+Promise: the constructor of a sender tests the transport. The constructor returns only after the
+front-end has mapped the ring, or has answered over TCP. A span of the ring stays leased until the
+front-end has read the span. Therefore the ring bounds the worker's memory, and a slow front-end
+loses no rows. If the front-end's process ends, the worker releases the leases of its rows. If the
+front-end runs but does not read, and the worker has waited `deliver_timeout_s` for room in the
+ring, the worker revokes the front-end.
 """
 
 from vllm_scope.transport.senders.base import Road, Sender

@@ -32,7 +32,8 @@ class Sender(ABC):
     @property
     @abstractmethod
     def dead(self) -> bool:
-        """True if the front-end has closed or ended or was given up. Messages to it are dropped."""
+        """True if the front-end has closed or ended, or was given up. Messages to it are
+        dropped."""
 
     @abstractmethod
     def send_rows(self, batch: RowBatch) -> None:
@@ -64,7 +65,7 @@ class Sender(ABC):
     @abstractmethod
     def num_read(self) -> int:
         """How many messages the front-end has read. With shared memory, only messages with rows
-        count, and the number is CLOSED if the front-end has closed."""
+        count. If the front-end has closed, the number is CLOSED."""
 
     @abstractmethod
     def holds(self, lease: Lease) -> bool:

@@ -1,8 +1,8 @@
 """A sender to a front-end that maps this worker's ring: only headers are sent.
 
 Owns:  SharedSender.
-Runs:  on the caller's thread, which is the drain thread, or the worker's main thread while this
-       thread waits for the ring.
+Runs:  on the drain thread. While the worker's main thread waits for room in the ring, also on that
+       thread.
 """
 
 from __future__ import annotations
@@ -133,9 +133,9 @@ class SharedSender(Sender):
         return not self._address.alive
 
     def close(self) -> None:
-        """Close the socket. zmq can still deliver waiting messages for one second. If the front-end
-        is dead, free the counter of the front-end as soon as the front-end cannot write to this
-        counter any more."""
+        """Close the socket. For one second, zmq can still deliver waiting messages. If the
+        front-end is dead, its counter in the ring becomes free as soon as the front-end cannot
+        write to the counter any more."""
         if self.dead:
             self._release(CLOSED)
             self._ring.free_reader_later(self._reader, self._has_left)

@@ -41,15 +41,17 @@ from vllm_scope.transport.senders.base import ANSWER_S, Sender
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: After a lost connection, the thread connects again at once, then MOST_DIALS - 1 times after a
-#: pause of DIAL_S seconds. Each time, the thread waits DIAL_S seconds for an answer. If the last
-#: connection has no answer either, the front-end counts as dead at once.
+#: After a lost connection, the thread makes up to MOST_DIALS new connections. It makes the first
+#: connection at once, and each later connection after a pause of DIAL_S seconds. For each
+#: connection, the thread waits DIAL_S seconds for an answer. If no connection gets an answer, the
+#: front-end counts as dead.
 MOST_DIALS = 3
 DIAL_S = 2.0
-#: How long, in seconds, a closing worker waits at most until a front-end has read all messages.
+#: A closing worker waits at most this many seconds until a front-end has read all messages.
 CLOSE_S = 5.0
-#: A batch is sent in pieces of about this size. The front-end copies one piece while the next piece
-#: travels. Both ends of the connection then need little extra memory for a large batch.
+#: A batch is sent in pieces of about this size. The front-end copies one piece while the network
+#: carries the next piece. Therefore both ends of the connection need little extra memory for a
+#: large batch.
 PIECE_BYTES = 8 << 20
 PIECE_TOKENS = 1 << 16
 
@@ -93,7 +95,7 @@ class TcpSender(Sender):
         self._num_sent = self._num_confirmed = 0
         #: Messages to send. The caller appends messages, and the thread removes them.
         self._outgoing: deque[_Sent] = deque()
-        #: Messages that were sent, and that the front-end has not read. Only the thread changes
+        #: Messages that were sent, but that the front-end has not read yet. Only the thread changes
         #: this queue.
         self._unread: deque[_Sent] = deque()
         #: The number of connections since the front-end last read a message.
@@ -262,15 +264,15 @@ class TcpSender(Sender):
                 self._address.endpoint, len(dropped),
             )  # fmt: skip
         for sent in dropped:
-            # The socket is closed, but zmq's thread may still send the rows. The front-end may
-            # still run, and must not get overwritten rows.
+            # The socket is closed, but zmq's thread may still send the rows. The lease must last
+            # until zmq is done, because a front-end that still runs must not get overwritten rows.
             if sent.tracker is not None:
                 sent.tracker.wait()
             sent.release()
 
 
 def _pieces(batch: RowBatch) -> Iterator[tuple[Labels, int, int]]:
-    """Yield the pieces of a batch as (labels, first slot, last slot + 1). Each piece has at most
+    """Yield (labels, first slot, last slot + 1) for each piece of a batch. Each piece has at most
     PIECE_TOKENS tokens and PIECE_BYTES bytes, but at least one token."""
     labels, num_tokens = batch.labels, len(batch.labels.keys)
     if batch.boundary is not None:
