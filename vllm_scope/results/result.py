@@ -67,7 +67,7 @@ class ScopeResult(OverStreams):
         verdicts: for each probe with a verdict, by name, the first position at which the probe's
             value was above the threshold, and the value at this position.
         begun: for each probe with `after`, by name, the first position that the probe scores.
-            Probes whose first stage has no verdict are left out.
+            Probes are left out if the probe that `after` names has no verdict.
         decisions: the decisions of the request's policy, in the order of positions. If the policy
             has stopped controlling the request, the last decision has an `error`.
         status: "streaming" while the request runs. "failed" if reads or edits failed (see `error`).
@@ -314,9 +314,9 @@ class ScopeResult(OverStreams):
         return self.picture()._repr_html_()
 
     def monitored(self) -> ScopeResult:
-        """A result with only the scores of an operator's monitors. The scores stay the same if the
-        caller changes tensors of this result. The new result keeps no reference to the memory of
-        the rows if no row of this result was used yet."""
+        """A result with only the scores of an operator's monitors. If the caller changes tensors of
+        this result, the scores of the new result stay the same. If no row of this result was used
+        yet, the new result keeps no reference to the memory of the rows."""
         found = ScopeResult.__new__(ScopeResult)  # `copy.copy` would call __getstate__
         found.__dict__.update(self.__dict__)
         found._score_table, banks = self._score_table.monitors()
