@@ -213,13 +213,13 @@ class Choice(_Generated):
     """One completion.
 
     Attributes:
-        scope: None if the request had no actions. If a monitor of the operator has a verdict, such
-            a request has a scope with this verdict.
+        scope: None if the request has no actions and no monitor of the operator has a verdict. If
+            only a monitor has a verdict, the scope has only this verdict.
         tokens: the generated tokens with their texts and scores. `tokens` is empty if the request
             has no probes, or if the scores are too many for the answer.
-        stop_reason: the stop string, the stop token's id, or a sentence about the probe or the
-            policy that stopped the choice, if finish_reason is "stop". `stop_reason` is None if the
-            model ended the choice.
+        stop_reason: if finish_reason is "stop", the stop string, the stop token's id, or a sentence
+            about the probe or the policy that stopped the choice. None if the model ended the
+            choice.
     """
 
 
@@ -230,7 +230,8 @@ class Chunk(_Generated):
         scope: the new scores. With `scope_stream="rows"`, `scope` also has the new rows. Otherwise
             only the last chunk has rows, which are all rows of the choice.
         tokens: the tokens whose scores have arrived. Each token is in one chunk only. The text of
-            most of these tokens is in the chunk before this chunk. Empty without probes.
+            most of these tokens is in the chunk before this chunk. `tokens` is empty if the request
+            has no probes.
         stop_reason: as in a Choice. Only the last chunk has a stop_reason.
     """
 

@@ -22,7 +22,7 @@ from vllm_scope.control.background import Background
 logger = logging.getLogger("vllm.vllm_scope")
 #: Name of the thread.
 NAME = "vllm-scope-backlog"
-#: Delay of the work, in seconds. After this delay, requests that ended together have their answers.
+#: Delay of the work, in seconds. During this delay, requests that ended together get their answers.
 LATER_S = 0.02
 #: Largest number of pieces of work that can wait.
 MOST_WAITING = 1024

@@ -140,7 +140,7 @@ class ScoreTable:
         self._sparse: dict[str, tuple[SparseRows, Ints]] = {}
         self._numbers: dict[CellKey, tuple[Tensor, Ints]] = {}
         self._tables: dict[Bank, _Table | None] = {}
-        #: Maps (ids of the parts' position arrays, tokens, first stage) to (the chosen values, the
+        #: Maps (ids of the parts' position arrays, tokens, `after`) to (the chosen values, the
         #: parts). The parts are kept because a new array could get the id of a freed array.
         self._chosen: dict[
             tuple[tuple[int, ...], Selector, str | None], tuple[Chosen, Sequence[Part]]
