@@ -36,7 +36,7 @@ class Rows:
 
     Attributes:
         positions: the positions of the rows, int64 [n], ascending.
-        bits: the rows as an array [n, hidden_size] or [n, heads, numbers of a head]. The array is
+        bits: the rows as an array [n, hidden_size] or [n, num_heads, head_size]. The array is
             uint16 if `dtype` is bfloat16, because numpy has no bfloat16.
         dtype: the dtype of the rows, which is float32, float16 or bfloat16.
     """
@@ -110,7 +110,7 @@ class ScopeData(OverStreams, Counts):
     """The rows and scores of one choice; in a chunk, only the new rows and scores.
 
     `data["resid_post", 5]` is an array [positions, hidden_size], and `data["q", 5]` is an array
-    [positions, heads, numbers of a head]. The dtype of an array is float32 or float16; bfloat16
+    [positions, num_heads, head_size]. The dtype of an array is float32 or float16; bfloat16
     becomes float32. `data["resid_post", 5, "before"]` has rows that were read before edits.
     Iteration, `len` and `in` use the (site, layer) of each stream, as in a ScopeResult.
 

@@ -56,8 +56,8 @@ class Backlog(Background):
             self._do_one()
 
     def work_off(self) -> None:
-        """Do all work that was added before this call, on the calling thread. Work that another
-        thread has already begun is awaited."""
+        """Do all work that was added before this call, on the calling thread. If another thread has
+        already begun a piece of work, wait for its end."""
         for _ in range(len(self._waiting)):
             self._do_one()
             time.sleep(0)  # releases the GIL, so that other threads can run

@@ -49,12 +49,12 @@ class ScopeResult(OverStreams):
 
     `result["resid_post", 5]` is a tensor [num_positions, hidden_size] on the CPU, in the model's
     dtype and in the order of positions. At a site inside the attention, such as "q", the tensor
-    `result["q", 5]` is [num_positions, heads, numbers of a head]. The absolute positions of the
+    `result["q", 5]` is [num_positions, num_heads, head_size]. The absolute positions of the
     rows are `result.positions("resid_post", 5)`. A position is an index into the prompt and the
     generated tokens. The row of position p is computed while the model processes the token at
     position p. The token sampled last has no row. If a stream was read before and after the edits
-    of its site, this key means the rows after the edits, and `result["resid_post", 5, "before"]`
-    has the rows before the edits. Rows of a read with a codec are decoded.
+    of its site, `result["resid_post", 5]` has the rows after the edits. The rows before the edits
+    are `result["resid_post", 5, "before"]`. Rows of a read with a codec are decoded.
     `result.encoded("resid_post", 5)` returns the encoded rows.
 
     Attributes:
@@ -282,7 +282,7 @@ class ScopeResult(OverStreams):
 
     def as_cache(self) -> ActivationCache:
         """The rows by the names that TransformerLens uses, [1, num_positions, hidden_size]. At
-        sites inside the attention the shape is [1, num_positions, heads, numbers of a head].
+        sites inside the attention the shape is [1, num_positions, num_heads, head_size].
 
         Raises:
             SpecError: a stream does not have the positions 0, 1, 2, ... without a gap, or rows are

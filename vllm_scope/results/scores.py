@@ -28,7 +28,8 @@ from vllm_scope.request.selectors import Selector
 from vllm_scope.results.snapshot import Snapshot
 
 T = TypeVar("T")
-#: A bank, its point, and the selector of the tokens whose numbers are wanted.
+#: A bank (whose nets compute numbers from a row), the row's point, and the selector of the tokens
+#: whose numbers are wanted.
 CellKey = tuple[Bank, int, Selector]
 #: (The column of each point, the positions and arrivals as a Part, the numbers as float32 [n,
 #: num_columns, numbers of the bank]).
@@ -56,8 +57,8 @@ class Scored(NamedTuple):
 
 
 def cells_of(one: ResolvedProbe | ResolvedFeatures) -> list[CellKey]:
-    """The keys of the cells of a probe or of a `Features`. Cells with the same bank, point and
-    tokens have the same key."""
+    """The keys of the cells of a probe or of a `Features`. A cell is the probe or the `Features` at
+    one layer. Cells with the same bank, point and tokens have the same key."""
     known: list[CellKey] | None = one.__dict__.get("_cell_keys")
     if known is None:  # cached in `one`, because many requests share a monitor's probe
         banks: dict[Bank, Bank] = {}

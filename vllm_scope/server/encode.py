@@ -81,7 +81,8 @@ def wide_spans(late: Sequence[Column], whole: Iterable[Column]) -> dict[Label, S
     MAX_LATE_SPANS. Otherwise empty.
 
     The file has all values of a column. Of the positions that have a value in the file, the wide
-    spans contain exactly the positions of `late`. They can also contain positions without a value.
+    spans contain exactly the positions of `late`. A wide span can also contain positions without a
+    value.
 
     Args:
         late: columns with the positions that a chunk or an answer names.
@@ -99,7 +100,8 @@ def wide_spans(late: Sequence[Column], whole: Iterable[Column]) -> dict[Label, S
 
 
 def _wide(positions: np.ndarray, every: np.ndarray) -> Spans:
-    """Half-open spans that contain, of the ascending positions `every`, exactly `positions`."""
+    """Half-open spans. Of the ascending positions `every`, the spans contain exactly
+    `positions`."""
     places = spans(np.searchsorted(every, positions))
     return [[int(every[first]), int(every[last - 1]) + 1] for first, last in places]
 

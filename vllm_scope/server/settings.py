@@ -21,8 +21,8 @@ from vllm_scope.vectors.containers import MAX_BYTES
 
 #: Name of the HTTP header that contains the operator's key.
 ADMIN_KEY = "X-Scope-Admin-Key"
-#: Limit of the bytes of the body of a request to a route of this package: the limit of a steering
-#: module, and 1 MiB more for the module's header.
+#: The largest body, in bytes, of a request to a route of this package. The body can contain a
+#: steering module of the largest size. 1 MiB is for the module's header.
 MAX_OPERATOR_BYTES = MAX_BYTES + (1 << 20)
 
 

@@ -118,7 +118,7 @@ class Block:
 
     @cached_property
     def rows(self) -> Tensor:
-        """The rows on the CPU, [n, numbers of a row] in the model's dtype. For a probe, the scores,
+        """The rows on the CPU, [n, row_size] in the model's dtype. For a probe, the scores,
         float32 [n]. For features or a lens, the values, float32 [n, entries]. If the site has
         heads, a row has the numbers of head 0, then of head 1, and so on. Encoded rows are decoded
         first."""

@@ -210,9 +210,9 @@ class MemorySink:
                 sender.reclaim()
 
     def _give_up(self, lease: Lease) -> None:
-        """Drop each front-end that blocks the worker. A front-end blocks the worker if it holds
-        `lease`, for which the worker waits, and has read no message since the previous call, if
-        that call had the same lease."""
+        """Drop each front-end that blocks the worker. The worker waits for `lease`. A front-end
+        blocks the worker if it holds `lease`, and has read no message since the previous call. If
+        the previous call had another lease, no front-end is dropped."""
         with self._lock:
             before = self._read_before if self._waits_for is lease else {}
             self._waits_for = lease
