@@ -108,7 +108,8 @@ def check_path(model: str) -> None:
 
 def _say_saes(console: Console, report: ModelReport, paths: Mapping[str, str]) -> int:
     """Print how much device memory the SAEs take. Returns UNKNOWN if an SAE cannot be read, is for
-    rows of another width, or is of a place where an engine with the configured sites has no tap."""
+    rows of another width, or is for a place where an engine with the configured sites has no
+    tap."""
     import torch
 
     from vllm_scope.saes.load import load_saes
@@ -144,8 +145,8 @@ def _say_saes(console: Console, report: ModelReport, paths: Mapping[str, str]) -
 
 def _say_lenses(console: Console, report: ModelReport, paths: Mapping[str, str]) -> int:
     """Print how much device memory the maps of lenses take, and the digests of the lenses' files.
-    Only maps of places with a tap count. Returns UNKNOWN if a lens cannot be read, is for rows of
-    another width, or has no such map."""
+    The memory includes only the maps for places with a tap. Returns UNKNOWN if a lens cannot be
+    read, is for rows of another width, or has no map for a place with a tap."""
     import torch
 
     from vllm_scope.lenses.linear import load_lens
@@ -282,7 +283,8 @@ def _table(report: ModelReport) -> Table:
 
 
 def _bare(site: str, reason: str) -> str:
-    """A reason, without the words that the start of an engine adds to the reason."""
+    """A reason, without the words before it about the engine's option `sites`, and without the
+    advice after it."""
     prefix = rf"additional_config\['scope'\]\.sites has '{site}', "
     prefix += "(which cannot be tapped on this model: |and )?"
     return re.sub(r"\. (Leave|Start|Set) .*$", "", re.sub(prefix, "", reason)).rstrip(".")

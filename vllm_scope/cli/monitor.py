@@ -64,7 +64,7 @@ def monitor(
             if page is not None:
                 monitor_page(found, f"Monitors of {url}").save(page)
             elif once or not console.is_terminal or console.is_dumb_terminal:
-                # In a pipe each sentence is one line.
+                # In a pipe, long lines are not wrapped.
                 console.print(view(found, console.width), soft_wrap=not console.is_terminal)
             else:
                 with suppress(KeyboardInterrupt):

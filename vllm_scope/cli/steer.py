@@ -28,7 +28,7 @@ def steer(server: Server, prompt: str, module: str, scales: list[float]) -> None
         each = [_additions(module, scale) if scale else [] for scale in scales]
         for scale, actions in zip(scales, each, strict=True):
             out = client.complete(prompt, *actions, **server.fields)
-            if actions:  # in an incomplete request, the module can be missing
+            if actions:  # if a request is not complete, the module may not have been added
                 check_whole(scope_of(server, out.scope))
             answer = Text(f"{scale:+g} ", "cyan").append(printable(out.text), "default")
             print_answer(console, answer)

@@ -36,7 +36,7 @@ class Rows:
 
     Attributes:
         positions: the positions of the rows, int64 [n], ascending.
-        bits: the rows as an array [n, hidden_size] or [n, heads, numbers of a head]. The array is
+        bits: the rows as an array [n, hidden_size] or [n, num_heads, head_size]. The array is
             uint16 if `dtype` is bfloat16, because numpy has no bfloat16.
         dtype: the dtype of the rows, which is float32, float16 or bfloat16.
     """
@@ -110,7 +110,7 @@ class ScopeData(OverStreams, Counts):
     """The rows and scores of one choice; in a chunk, only the new rows and scores.
 
     `data["resid_post", 5]` is an array [positions, hidden_size], and `data["q", 5]` is an array
-    [positions, heads, numbers of a head]. The dtype of an array is float32 or float16; bfloat16
+    [positions, num_heads, head_size]. The dtype of an array is float32 or float16; bfloat16
     becomes float32. `data["resid_post", 5, "before"]` has rows that were read before edits.
     Iteration, `len` and `in` use the (site, layer) of each stream, as in a ScopeResult.
 
@@ -217,9 +217,9 @@ class Choice(_Generated):
             the request had no actions and a monitor has a verdict, only this verdict.
         tokens: the generated tokens with their texts and scores. `tokens` is empty if the request
             has no probes, or if the scores are too many for the answer.
-        stop_reason: the stop string, the stop token's id, or a sentence about the probe or the
-            policy that stopped the choice, if finish_reason is "stop". `stop_reason` is None if the
-            model ended the choice.
+        stop_reason: if finish_reason is "stop", the stop string, the stop token's id, or a sentence
+            about the probe or the policy that stopped the choice. None if the model ended the
+            choice.
     """
 
 
@@ -230,7 +230,8 @@ class Chunk(_Generated):
         scope: the new scores. With `scope_stream="rows"`, `scope` also has the new rows. Otherwise
             only the last chunk has rows, which are all rows of the choice.
         tokens: the tokens whose scores have arrived. Each token is in one chunk only. The text of
-            most of these tokens is in the chunk before this chunk. Empty without probes.
+            most of these tokens is in the chunk before this chunk. `tokens` is empty if the request
+            has no probes.
         stop_reason: as in a Choice. Only the last chunk has a stop_reason.
     """
 

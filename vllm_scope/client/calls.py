@@ -317,9 +317,9 @@ class Calls(Generic[StreamT]):
         """The chunks of one event of a stream.
 
         Args:
-            read: the features that were read, as earlier events have named them. The caller passes
-                the same dict for all events of a stream, and `_chunks` adds the features that this
-                event names.
+            read: the features that were read (ReadBy), as far as earlier events have named them.
+                The caller passes the same dict for all events of a stream, and `_chunks` adds the
+                features that this event names.
         """
         body = event_body(event)
         return [] if body is None else (yield from self._parts(body, Chunk, event, read))
@@ -337,8 +337,8 @@ class Calls(Generic[StreamT]):
                     file = (yield _result_call(result_id, True)).checked().content
                 of_choice, known = frame.of_choice(choice.index), read.setdefault(choice.index, {})
                 if choice.finish_reason is not None:
-                    # A request without actions lacks nothing. Its scope, which has verdicts of
-                    # monitors, has no status.
+                    # A request without actions has no rows that can be missing. Its scope has only
+                    # verdicts of monitors, and no status.
                     done = "aborted" if choice.finish_reason == "abort" else "complete"
                     told = {"status": done} | told
                 found = parsing.parse_scope(told, file, of_choice, known)

@@ -23,12 +23,12 @@ class SparseFeatures:
     """The features of one SAE, as a sparse matrix.
 
     Attributes:
-        positions, indices, values: three arrays [num_values] of int64, int64 and float32. The
-            arrays have the position of a token, a feature's number, and the feature's value at the
-            token. A value that is not finite is NaN. The arrays are sorted by position. At one
-            position, the strongest feature comes first.
-        tokens: the positions that were encoded, int64 [num_tokens], ascending. Positions without an
-            active feature are also in `tokens`.
+        positions, indices, values: three arrays [num_values]: the position of a token (int64), a
+            feature's number (int64), and the feature's value at this token (float32). A value that
+            is not finite is NaN. The arrays are sorted by position. At one position, the strongest
+            feature comes first.
+        tokens: the positions whose features arrived, int64 [num_tokens], ascending. Positions
+            without an active feature are also in `tokens`.
         num_features: the SAE's number of features, or None if the read has `indices` and the SAE is
             not a TopK SAE.
         asked: the features that the read named (`indices`), or None if the read has `top_k`.
@@ -63,7 +63,7 @@ class SparseFeatures:
         """The index and the value of each feature at a position, the strongest feature first.
 
         Raises:
-            KeyError: the position was not encoded.
+            KeyError: `tokens` does not have this position.
         """
         if position not in self.tokens:
             raise KeyError(f"position {position} has no features; see tokens.")

@@ -77,9 +77,9 @@ def parse_scope(
     Args:
         file: the content of the file that `result` names; None if there is no `result`.
         beside: the choice's tensors in a binary answer.
-        read: for a chunk, the features that were read, by the name of a `Features`. Before the
-            call, `read` has the features that earlier chunks of the choice have named.
-            `parse_scope` adds the features that this chunk names to `read`.
+        read: for a chunk, the features that each `Features` reads, by its name. Only the choice's
+            first chunk with values of a `Features` names these features. Therefore the caller
+            passes the same mapping for all chunks, and `parse_scope` adds the new names to it.
 
     Raises:
         ScopeError: the `scope` does not have the format of this version.
@@ -115,7 +115,7 @@ class _Elsewhere(NamedTuple):
     Attributes:
         beside: the tensors of a binary answer. An item of the JSON names its tensor.
         filed: the values in the result's file, which has all values of the choice. If an item of
-            the JSON has only positions, the values at these positions are new.
+            the JSON has only positions, the item's values are the file's values at these positions.
     """
 
     beside: ScopeData
@@ -235,8 +235,8 @@ def _parse_tensors(
     """The values in the tensors of a file or of a binary answer.
 
     Args:
-        read: the features that were read, by the name of a `Features`. For a name that is not in
-            `read`, the features that were read are not known.
+        read: the features that each `Features` reads, by its name. If a name is not in `read`, its
+            features are not known.
 
     Raises:
         ScopeError: a tensor has an unknown name, dtype or size, or lacks a tensor that belongs to
@@ -302,8 +302,8 @@ def _beside(arrays: Mapping[str, NDArray[np.generic]], name: str, part: str) -> 
 
 
 def _check_lengths(name: str, shape: Sequence[int], *beside: NDArray[np.int64]) -> None:
-    """Raises ScopeError if a tensor beside the tensor `name` does not have one number for each item
-    of the tensor `name`, which has the given shape."""
+    """Raises ScopeError if an array in `beside` does not have one number for each item of the
+    tensor `name`. `shape` is the shape of this tensor."""
     for one in beside:
         if one.ndim != 1 or one.shape != tuple(shape[:1]):
             raise ScopeError(
@@ -313,8 +313,8 @@ def _check_lengths(name: str, shape: Sequence[int], *beside: NDArray[np.int64]) 
 
 
 def _check_order(name: str, at: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
-    """Raises ScopeError if the positions of features are not ascending, or if a position is not in
-    `tokens`, the positions that were encoded."""
+    """Raises ScopeError if the positions `at` or `tokens` are not ascending, or if a position in
+    `at` is not in `tokens`."""
     ascending = (at[1:] >= at[:-1]).all() and (tokens[1:] > tokens[:-1]).all()
     if not ascending or not np.isin(at, tokens).all():
         raise ScopeError(
@@ -352,7 +352,7 @@ def _positions(spans: Sequence[Span], shape: Sequence[int]) -> NDArray[np.int64]
     """The positions in the spans, for values of the given shape.
 
     Raises:
-        ScopeError: the spans are not ascending, or the values are not those of as many positions.
+        ScopeError: the spans are not ascending, or do not have one position for each value.
     """
     ends = _ends(spans)
     num_positions = int((ends[1::2] - ends[::2]).sum())
@@ -368,7 +368,8 @@ def _positions(spans: Sequence[Span], shape: Sequence[int]) -> NDArray[np.int64]
 def _among(spans: Sequence[Span], positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """Those of the positions that are in the spans. Raises ScopeError if the spans are not
     ascending."""
-    # A position is in a span if the number of ends that are not above the position is odd.
+    # A position is in a span if an odd number of the spans' starts and ends are at or below the
+    # position.
     here: NDArray[np.bool_] = np.searchsorted(_ends(spans), positions, side="right") % 2 == 1
     return positions[here]
 
@@ -390,7 +391,8 @@ def _array(data: bytes, dtype: str, shape: Sequence[int]) -> NDArray[np.generic]
     found: NDArray[np.generic] | None = None
     with suppress(ValueError):
         found = np.frombuffer(data, _DTYPES[dtype]).reshape(shape)
-    # Rows without bytes could be so many that their positions would fill the memory.
+    # Refuse rows without bytes. A server could send the shape [10**12, 0] without a byte, and the
+    # positions of these rows would fill the memory.
     if found is None or (not found.size and len(found)):
         raise ScopeError(
             f"the server sent {len(data)} bytes for rows of {dtype} of shape {shown(list(shape))}; "

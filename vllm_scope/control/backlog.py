@@ -22,7 +22,7 @@ from vllm_scope.control.background import Background
 logger = logging.getLogger("vllm.vllm_scope")
 #: Name of the thread.
 NAME = "vllm-scope-backlog"
-#: Delay of the work, in seconds. After this delay, requests that ended together have their answers.
+#: Delay of the work, in seconds. During this delay, requests that ended together get their answers.
 LATER_S = 0.02
 #: Largest number of pieces of work that can wait.
 MOST_WAITING = 1024
@@ -56,8 +56,8 @@ class Backlog(Background):
             self._do_one()
 
     def work_off(self) -> None:
-        """Do all work that was added before this call, on the calling thread. Work that another
-        thread has already begun is awaited."""
+        """Do all work that was added before this call, on the calling thread. If another thread has
+        already begun a piece of work, wait for its end."""
         for _ in range(len(self._waiting)):
             self._do_one()
             time.sleep(0)  # releases the GIL, so that other threads can run

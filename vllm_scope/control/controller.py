@@ -78,14 +78,14 @@ class Change:
     reason: str = ""
 
 
-#: A function of the observations since the last call and the scales in force by name. The function
-#: returns a Change, or None for no change.
+#: A function that gets the observations since the last call, and the scales in force by the name of
+#: the edit. The function returns a Change, or None for no change.
 Callback = Callable[[Sequence[Observation], Mapping[str, float]], Change | None]
 
 
 class ServerEdits(Protocol):
     """The server-wide edits of an engine, as a spec in JSON. The controller's thread calls `set`. A
-    thread that starts or closes the controller calls all methods. They can raise errors."""
+    thread that starts or closes the controller calls all methods. Each method can raise errors."""
 
     def get(self) -> str | None: ...
 
@@ -291,8 +291,9 @@ class Controller(Uncopied):
         """End the controller. The callback is not called any more. If `keep` is False, restore the
         server-wide edits from before the controller. If `keep` is True, the controller's last edits
         stay in force. If the callback still runs, wait at most `patience_s` seconds for its end,
-        and drop the result. If a change is just being set, wait until it is set. The
-        callback may call this method. If the controller's thread was never started, do nothing."""
+        and drop the callback's result. If the controller is setting a change now, wait until the
+        change is set. The callback may call this method. If the controller's thread was never
+        started, do nothing."""
         if self._server is None or self._closed.is_set() or self._thread.ident is None:
             return
         self._check_thread()

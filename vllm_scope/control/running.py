@@ -89,7 +89,7 @@ class Steering:
             if self._running is None:
                 self._running = self._policy.plugin.start(self._start)
             decision = self._running.observe(position, scores)
-        except BaseException as error:  # a policy may call sys.exit, and Rust code may panic
+        except BaseException as error:  # sys.exit, or a panic in Rust code, is no Exception
             if _may_be_a_signal(error):
                 raise
             return self._end(position, f"it raised {type(error).__name__}", error)

@@ -91,14 +91,16 @@ class Tally(Uncopied):
         if not math.isfinite(distance):
             self._not_finite += 1
             return
-        # |distance| < 2 ** needed * _SIDE
+        # With the width 2 ** needed, _SIDE ranges contain the value: |distance| is less than
+        # _SIDE * 2 ** needed.
         needed = math.frexp(distance)[1] - _SIDE.bit_length() + 1 if distance else -1000
         if needed > self._exponent:
             self._ranges = _merged([(self._ranges, self._exponent)], needed)
             self._exponent = needed
         index = math.ceil(math.ldexp(distance, -int(self._exponent))) - 1
-        # The worker compared float32 numbers. The worker's verdict decides on which side of the
-        # threshold the value counts.
+        # The worker compared float32 numbers, and this code compares float64 numbers. If the two
+        # comparisons differ, the worker's verdict decides on which side of the threshold the value
+        # counts.
         index = max(index, 0) if above else min(index, -1)
         self._ranges[index] = self._ranges.get(index, 0) + 1
 

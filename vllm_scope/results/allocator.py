@@ -84,8 +84,9 @@ class CachingAllocator:
         self._small, self._large = _FreeSegments(), _FreeSegments()
         self._lent = self._reused = self._new = 0
         self._told = False
-        #: Segments whose last view is gone. Threads add segments without the lock, because the
-        #: garbage collector may end a view on the thread that holds the lock.
+        #: Segments whose last view is gone. Threads add segments without the lock. With the lock, a
+        #: thread could wait for itself, because the garbage collector may free a view on the thread
+        #: that holds the lock.
         self._returned: deque[mmap.mmap] = deque()
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -127,8 +128,8 @@ class CachingAllocator:
                 self._reused += len(segment)
             else:
                 self._new += len(segment)
-        # Every view of the memory, by numpy or by torch, keeps a reference to `whole`, because the
-        # base of `whole` is not an array.
+        # The base of a numpy view is the first array in the chain of views. Here this array is
+        # `whole`. Therefore every view, by numpy or by torch, keeps a reference to `whole`.
         whole = np.frombuffer(segment, np.uint8)
         weakref.finalize(whole, self._give_back, segment).atexit = False
         self._settle()

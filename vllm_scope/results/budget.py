@@ -88,7 +88,8 @@ class Budget:
         self._held: dict[str, int] = {}
         self._lock = threading.Lock()
         #: (API key, number of bytes to subtract from the key's bytes in `_held`). `give` adds
-        #: entries without the lock, because the garbage collector may call `give` during a `take`.
+        #: entries without the lock, because the garbage collector may call `give` while `take` runs
+        #: on the same thread and holds the lock.
         self._given: deque[tuple[str, int]] = deque()
 
     @property
@@ -219,8 +220,8 @@ def _bytes_of(own: Resolved, whole: Resolved, sites: Sites, ids: Ints) -> int:
         else:
             sizes[key] = slots_of_row(head.row_bytes) * SLOT_BYTES
     total = sum(int(np.count_nonzero(mask)) * sizes[key] for key, mask in masks.items())
-    # The counted number of labels is an upper bound. If a step is drained tap by tap, each tap
-    # sends its own labels.
+    # Count the labels of each tap separately. This is an upper bound: only if a step is too large
+    # for the arena, each of its taps sends its own labels.
     labelled: dict[int, np.ndarray] = {}
     for (_, point), mask in masks.items():
         boundary = boundary_of_point(point)

@@ -50,10 +50,9 @@ class Piece(NamedTuple):
     """Values of one kind (snapshot.What), from tokens with the same layout.
 
     Attributes:
-        key: the key of the table that gets the values. The key consists of the kind of the values,
-            their columns in the whole layout, and `Layout.also`.
-        columns: the columns that `values` contains. The columns are all columns of `key`, or fewer
-            columns if `values` comes from one tap.
+        key: the key of the table that gets the values.
+        columns: the columns in `values`. If the message has the values of one tap only, these are
+            fewer columns than `key` has.
         values: uint8 [num_tokens, num_columns, bytes of a value], in memory that the worker reuses.
     """
 
@@ -173,7 +172,7 @@ class Pending:
             table = self._table(key, values.shape[2])
             here = values[some]
             if len(table.columns) < len(key.columns):
-                # Values of columns that the table lacks go to other sinks.
+                # The table lacks the columns whose values go only to other sinks.
                 at = [i for i, column in enumerate(columns) if column in table.columns]
                 if not at:
                     continue
@@ -248,7 +247,7 @@ class Pending:
             self.done.set_result(None)
 
     def await_nothing(self) -> None:
-        """Resolve `done` now. This method is for a request about which workers send no messages."""
+        """Resolve `done` now. The caller knows that workers send no messages about this request."""
         self._stages_left.clear()
         self.done.set_result(None)
 

@@ -44,7 +44,8 @@ class Column:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of `values`. For features, of their values without the indices."""
+        """Number of bytes of `values`. For features and a lens, the bytes of the indices do not
+        count."""
         return math.prod(self.source.shape) * self.source.dtype.itemsize
 
     def at(self, places: np.ndarray) -> Column:

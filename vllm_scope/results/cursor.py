@@ -37,7 +37,7 @@ class _Track:
     """One stream, or one bank at one point, with the values that `take` has not used yet.
 
     Attributes:
-        state: None while the bank's probes wait for the verdict of the first stage.
+        state: None while the bank's probes wait for the verdict of the probe that `after` names.
         new: the values that `look` has found since the last call of `take`.
         sent: for a stream, the positions that `take` has returned.
     """
@@ -144,8 +144,9 @@ class Cursor:
         for track in self._own:
             state = track.state
             first = self._begins(track.source.after) if state is None else state.settled
-            # A probe that waits for a verdict begins after all positions that its first stage has
-            # scored so far. Therefore a waiting probe does not make the result smaller.
+            # A probe that waits for the verdict of another probe begins after all positions that
+            # the other probe has scored so far. Therefore a waiting probe does not make the result
+            # smaller.
             found += [] if first is None else [first]
         return min(found, default=0)
 

@@ -66,8 +66,8 @@ class Inbox:
         allocator: the argument.
         budget: the limits of the rows' bytes. None offline, where there is no limit.
         on_counters: a function that the receiver calls with the totals of a worker's sinks.
-        generation: a number that grows when a worker may have dropped this process. Engines connect
-            again when the number has grown.
+        generation: a number that grows when a worker may no longer send rows to this process.
+            Engines connect again when the number has grown.
     """
 
     def __init__(self, num_copiers: int | None = None, allocator: CachingAllocator = PLAIN) -> None:
@@ -78,9 +78,10 @@ class Inbox:
         self._outsiders: weakref.WeakSet[Pending] = weakref.WeakSet()
         # Keys must be unique over all front-ends, because all front-ends share the workers.
         self._keys = itertools.count(secrets.randbits(30) << 32)
-        #: Number of tokens in all messages so far. All messages of one step that is drained tap by
-        #: tap count as one message. The arrival numbers of the next step's tokens begin at this
-        #: number. If a position has several rows, the row with the largest number is the last one.
+        #: Number of tokens that have arrived so far. The arrival numbers of the next step's tokens
+        #: begin here. If the worker sends one message for each tap of a step, the step's tokens
+        #: count one time. If a position has several rows, the row with the largest arrival number
+        #: was computed last.
         self._num_arrived = 0
         self._last_tap: _Tap | None = None
         self._copiers, self.allocator = Copiers(num_copiers), allocator
@@ -141,9 +142,9 @@ class Inbox:
         return pending
 
     def hold(self, num_bytes: int) -> Share | None:
-        """Count `num_bytes` bytes for the current sender in the budget, for rows that are kept
-        after their request has ended. The bytes count until this Share is garbage-collected.
-        Returns None offline. Raises SpecError and CapacityError as `open` does."""
+        """Count `num_bytes` bytes in the budget, for rows that the current sender keeps after their
+        request has ended. The bytes count until the returned Share is garbage-collected. Returns
+        None offline. Raises SpecError and CapacityError as `open` does."""
         return None if self.budget is None else Share(self.budget, num_bytes, 1, asking.get().owner)
 
     def forget(self, pending: Pending) -> None:
@@ -153,7 +154,7 @@ class Inbox:
 
     def renew(self) -> None:
         """Make engines connect again. Callers use this method if rows that are due do not arrive.
-        A possible reason is that a worker has dropped this process."""
+        A possible reason is that a worker no longer sends rows to this process."""
         self.generation += 1
 
     def listen(self, host: str) -> None:
@@ -191,10 +192,10 @@ class Inbox:
     def _first_number(self, message: RowsMessage) -> int:
         """The arrival number of a message's first token.
 
-        If a step is drained tap by tap, one message arrives for each tap, in ascending order of
-        taps. The messages of one step have the same arrival numbers. The columns of a request can
-        then share their labels. If a message has other tokens than the previous message, or its tap
-        is not later, the message begins a new step and has larger numbers.
+        If a step is too large for the arena, the worker sends one message for each tap, in
+        ascending order of taps. All messages of the step have the same arrival numbers, so that the
+        columns of a request can share their labels. A message begins a new step, with larger
+        numbers, if it has other tokens than the previous message, or if its tap is not later.
         """
         last = self._last_tap
         if (
@@ -221,8 +222,8 @@ class Inbox:
         self.renew()
 
     def _on_unread(self, keys: np.ndarray) -> None:
-        """Drop all rows of requests that lost some rows. Otherwise the row of a rejected draft
-        could stand for a lost row."""
+        """Drop all rows of requests that lost some rows. An earlier row of the same position may
+        belong to a rejected draft, and would otherwise be returned in place of the lost row."""
         for key in keys.tolist():
             pending = self._pending.get(key)
             if pending is not None:
@@ -248,8 +249,8 @@ def _added(
     try:
         pending.add(pieces, labels, some)
     except Exception:
-        # The other requests continue. This request loses its earlier rows too, because the row of a
-        # rejected draft could otherwise replace a row of this message.
+        # The other requests continue. This request also loses its earlier rows. One of them may
+        # belong to a rejected draft, and would be returned in place of a row of this message.
         logger.exception("vllm-scope: rows of a request could not be kept")
         pending.revert()
         pending.lose(UNKEPT)
@@ -260,14 +261,15 @@ def _added(
 _inbox: Inbox | None = None
 _budget: Budget | None = None
 _inbox_lock = threading.Lock()
-#: In a forked process, the inbox of its parent, which is kept because zmq's objects of another
-#: process must not be closed.
+#: In a forked process, the copy of the parent's inbox. Without this reference, Python would free
+#: the copy and close zmq's objects, which belong to the parent.
 _of_parent: Inbox | None = None
 
 
 def _leave_parents() -> None:
-    """Let a forked process make its own inbox. No thread receives the rows of the copied inbox, and
-    workers would send the rows of this process to its parent, which gives the same keys."""
+    """Let a forked process make its own inbox. The fork copies the parent's inbox, but not the
+    thread that receives rows. With the copied inbox, workers would send the rows of this process to
+    its parent, whose requests have the same keys."""
     global _inbox, _inbox_lock, _of_parent
     _inbox, _inbox_lock, _of_parent = None, threading.Lock(), _inbox
 

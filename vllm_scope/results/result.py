@@ -49,12 +49,12 @@ class ScopeResult(OverStreams):
 
     `result["resid_post", 5]` is a tensor [num_positions, hidden_size] on the CPU, in the model's
     dtype and in the order of positions. At a site inside the attention, such as "q", the tensor
-    `result["q", 5]` is [num_positions, heads, numbers of a head]. The absolute positions of the
+    `result["q", 5]` is [num_positions, num_heads, head_size]. The absolute positions of the
     rows are `result.positions("resid_post", 5)`. A position is an index into the prompt and the
     generated tokens. The row of position p is computed while the model processes the token at
     position p. The token sampled last has no row. If a stream was read before and after the edits
-    of its site, this key means the rows after the edits, and `result["resid_post", 5, "before"]`
-    has the rows before the edits. Rows of a read with a codec are decoded.
+    of its site, `result["resid_post", 5]` has the rows after the edits. The rows before the edits
+    are `result["resid_post", 5, "before"]`. Rows of a read with a codec are decoded.
     `result.encoded("resid_post", 5)` returns the encoded rows.
 
     Attributes:
@@ -67,7 +67,7 @@ class ScopeResult(OverStreams):
         verdicts: for each probe with a verdict, by name, the first position at which the probe's
             value was above the threshold, and the value at this position.
         begun: for each probe with `after`, by name, the first position that the probe scores.
-            Probes whose first stage has no verdict are left out.
+            Probes are left out if the probe that `after` names has no verdict.
         decisions: the decisions of the request's policy, in the order of positions. If the policy
             has stopped controlling the request, the last decision has an `error`.
         status: "streaming" while the request runs. "failed" if reads or edits failed (see `error`).
@@ -282,7 +282,7 @@ class ScopeResult(OverStreams):
 
     def as_cache(self) -> ActivationCache:
         """The rows by the names that TransformerLens uses, [1, num_positions, hidden_size]. At
-        sites inside the attention the shape is [1, num_positions, heads, numbers of a head].
+        sites inside the attention the shape is [1, num_positions, num_heads, head_size].
 
         Raises:
             SpecError: a stream does not have the positions 0, 1, 2, ... without a gap, or rows are
@@ -314,9 +314,9 @@ class ScopeResult(OverStreams):
         return self.picture()._repr_html_()
 
     def monitored(self) -> ScopeResult:
-        """A result with only the scores of an operator's monitors. The scores stay the same if the
-        caller changes tensors of this result. The new result keeps no reference to the memory of
-        the rows if no row of this result was used yet."""
+        """A result with only the scores of an operator's monitors. If the caller changes tensors of
+        this result, the scores of the new result stay the same. If no row of this result was used
+        yet, the new result keeps no reference to the memory of the rows."""
         found = ScopeResult.__new__(ScopeResult)  # `copy.copy` would call __getstate__
         found.__dict__.update(self.__dict__)
         found._score_table, banks = self._score_table.monitors()

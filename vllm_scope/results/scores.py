@@ -28,7 +28,8 @@ from vllm_scope.request.selectors import Selector
 from vllm_scope.results.snapshot import Snapshot
 
 T = TypeVar("T")
-#: A bank, its point, and the selector of the tokens whose numbers are wanted.
+#: A bank (whose nets compute numbers from a row), the row's point, and the selector of the tokens
+#: whose numbers are wanted.
 CellKey = tuple[Bank, int, Selector]
 #: (The column of each point, the positions and arrivals as a Part, the numbers as float32 [n,
 #: num_columns, numbers of the bank]).
@@ -56,8 +57,8 @@ class Scored(NamedTuple):
 
 
 def cells_of(one: ResolvedProbe | ResolvedFeatures) -> list[CellKey]:
-    """The keys of the cells of a probe or of a `Features`. Cells with the same bank, point and
-    tokens have the same key."""
+    """The keys of the cells of a probe or of a `Features`. A cell is the probe or the `Features` at
+    one layer. Cells with the same bank, point and tokens have the same key."""
     known: list[CellKey] | None = one.__dict__.get("_cell_keys")
     if known is None:  # cached in `one`, because many requests share a monitor's probe
         banks: dict[Bank, Bank] = {}
@@ -140,7 +141,7 @@ class ScoreTable:
         self._sparse: dict[str, tuple[SparseRows, Ints]] = {}
         self._numbers: dict[CellKey, tuple[Tensor, Ints]] = {}
         self._tables: dict[Bank, _Table | None] = {}
-        #: Maps (ids of the parts' position arrays, tokens, first stage) to (the chosen values, the
+        #: Maps (ids of the parts' position arrays, tokens, `after`) to (the chosen values, the
         #: parts). The parts are kept because a new array could get the id of a freed array.
         self._chosen: dict[
             tuple[tuple[int, ...], Selector, str | None], tuple[Chosen, Sequence[Part]]
@@ -204,7 +205,8 @@ class ScoreTable:
         positions = cells[0][1]
         numbers = [values for values, _ in cells]
         if not all(at is positions or np.array_equal(positions, at) for _, at in cells):
-            # The numbers of a pipeline stage or of a tap are missing.
+            # Some cells lack positions, because a message of their pipeline stage or tap is
+            # missing.
             positions = reduce(np.intersect1d, (at for _, at in cells))
             numbers = [values[torch.from_numpy(at.searchsorted(positions))] for values, at in cells]
         return summed(one, numbers), positions
@@ -212,9 +214,9 @@ class ScoreTable:
     def _together(
         self, one: ResolvedProbe | ResolvedFeatures, of: Snapshot
     ) -> tuple[Tensor, Ints] | None:
-        """The result of `_summed`, without a copy of the cells' numbers. None unless one table has
-        the numbers of all cells, at ascending positions without repeats. Every request with a
-        monitor calls `_together`, therefore `_together` must be fast."""
+        """The result of `_summed`, without a copy of the cells' numbers. Returns None if the
+        numbers are in several tables, or if the wanted numbers are not a slice of their table. This
+        method must be fast, because it runs for every request with a monitor."""
         keys = cells_of(one)
         bank = keys[0][0]
         if any(key[0] is not bank for key in keys):
@@ -273,7 +275,7 @@ class ScoreTable:
 
     def begun(self, of: Snapshot) -> dict[str, int]:
         """For each probe that has `after`, the first position at which the probe scores, by the
-        name of the probe. Probes whose first stage has no verdict are left out."""
+        name of the probe. Probes are left out if the probe that `after` names has no verdict."""
         found = {probe.name: self.begins(probe, of) for probe in self._asked.later}
         return {name: first for name, first in found.items() if first is not None}
 
@@ -318,8 +320,8 @@ class ScoreTable:
             yield self._wanted(first, of), self._arrived(keys, first.name, of), count
 
     def num_lost(self, name: str, of: Snapshot) -> int:
-        """The number of missing scores of a probe or of an operator's monitor. All scores that have
-        arrived are at wanted positions."""
+        """The number of missing scores of a probe or of an operator's monitor: the number of wanted
+        positions minus the number of scores. `score` returns no scores at other positions."""
         return len(self._wanted(self.probes[name], of)) - len(self.score(name, of).positions)
 
     def _arrived(self, keys: Sequence[CellKey], name: str, of: Snapshot) -> Ints:
@@ -358,8 +360,8 @@ class Named(Mapping[str, T]):
         self._names, self._table, self._of = names, table, of
 
     def __getstate__(self) -> dict[str, object]:
-        # The arrived numbers are not pickled. The own table has every value, and therefore never
-        # uses a snapshot.
+        # The snapshot, which has the arrived numbers, is not pickled. The result of
+        # `ScoreTable.own` has every value, and therefore needs no snapshot.
         names, table = list(self._names), self._table.own(self._of)
         return {**self.__dict__, "_names": names, "_table": table, "_of": None}
 

@@ -32,7 +32,7 @@ class Source:
 
     Attributes:
         label: as in Column. None for the numbers of a bank.
-        place: the point.
+        place: the values' point (request.sites.Place.point), which is a number.
         row_shape: as in Column.
         after: for a bank, the `after` of the bank's probes.
     """

@@ -57,7 +57,7 @@ class StreamTable:
         request does not read this stream to memory.
 
         Args:
-            sinks: the names of the other destinations of the request, for the error.
+            sinks: the names of the request's other sinks, for the error text.
         """
         words = tuple(key) if isinstance(key, tuple | list) else (key, layer_of(key, None))
         site = ALIASES.get(str(words[0]), words[0])
@@ -129,8 +129,8 @@ class StreamTable:
         yield from found.values()
 
     def own(self, of: Snapshot) -> StreamTable:
-        """A copy with all rows in new memory. If a view were pickled, pickle would store the whole
-        table of the view."""
+        """A copy for pickle, with all rows in new memory. The rows of this object are views of
+        larger arrays, and pickle would store the whole arrays."""
         found = StreamTable(self._sources, self._sites)
         for stream in self.names():
             rows, positions = self.rows(stream, of)

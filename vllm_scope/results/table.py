@@ -33,8 +33,8 @@ class TableKey(NamedTuple):
 
     Attributes:
         what: the kind of the table's values.
-        columns: all points of the layout with values of this kind.
-        also: as in Layout.
+        columns: all points of the layout (Layout) with values of this kind. Each point is a column.
+        also: as in Layout: pairs (point, column) for further points whose values the column has.
     """
 
     what: What
@@ -42,8 +42,8 @@ class TableKey(NamedTuple):
     also: tuple[tuple[int, int], ...] = ()
 
     def names(self, wanted: Set[int]) -> dict[int, tuple[int, ...]]:
-        """The wanted points with values in each column. Columns without wanted points are left
-        out."""
+        """For each column, the wanted points whose values the column has. Columns without wanted
+        points are left out."""
         called = {column: [column] for column in self.columns}
         for name, column in self.also:
             if column in called:
@@ -77,15 +77,15 @@ class Table:
         self._dtype, self._allocator = dtype, allocator
         # The dtype is uint8, because numpy has no bf16.
         self._values = np.empty((0, len(names), value_bytes), np.uint8)
-        #: int64 [2, num_sets, room]: positions, and arrival numbers. All columns share one set of
-        #: labels until a single column gets values.
+        #: The labels, int64 [2, num_sets, room]: positions, and arrival numbers (Pending.add). All
+        #: columns share one set of labels until `write_one` adds values to a single column.
         self._labels = np.empty((2, 1, 0), np.int64)
         #: The number of values in each column, or one number if all columns have the same labels.
         #: `_counts` counts only committed values, which snapshots see. `_placed` also counts added
         #: values that are not committed.
         self._counts, self._placed = [0], [0]
-        #: Number of values, counted from the first value, whose labels are the same in all columns.
-        #: None if the columns can no longer share labels.
+        #: The first `_num_alike` values have the same labels in all columns. None if the columns
+        #: can no longer share labels.
         self._num_alike: int | None = 0
         #: The added values that are not copied yet: (index into `_values`, the values).
         self._coming: list[tuple[slice | tuple[slice, int], np.ndarray]] = []
@@ -146,8 +146,8 @@ class Table:
             self._rejoin(self._num_alike)
 
     def _rejoin(self, num_alike: int) -> None:
-        """Let columns share labels again, if a step was drained tap by tap and the values of all
-        taps have arrived."""
+        """Let columns share labels again, if all columns have equally many values and the same
+        labels. This is so when a message for each tap of a step has arrived."""
         count = self._counts[0]
         if self._counts.count(count) < len(self._counts):
             return

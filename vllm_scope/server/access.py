@@ -35,8 +35,8 @@ from vllm_scope.sweeps.table import SweepTable
 from vllm_scope.sweeps.wire import AskedSweep
 
 T = TypeVar("T")
-#: The largest count of numbers in all lists of a body. 80 vectors of 8,192 numbers have fewer
-#: numbers than this.
+#: The largest count of numbers in all lists of a body. A 70B model has 80 layers and rows of 8,192
+#: numbers. One vector for each of these layers is less than the limit.
 MOST_NUMBERS = 1 << 20
 #: The largest number of characters in the message of a refusal.
 MOST_MESSAGE = 2000

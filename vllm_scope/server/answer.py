@@ -6,7 +6,7 @@ From:  engine.http (the engine's outputs).   To: choice (makes a `scope`), store
 
 Promise: the answer to a request without `scope` has a `scope` only if a monitor gave a verdict. In
 a stream, the last chunk of a choice has the fields that faces add to the choice. If the server has
-kept a file, and no part of the answer that was sent names the file, the server deletes the file.
+written a file for the answer, but has not sent the file's id, the server deletes the file.
 """
 
 from __future__ import annotations

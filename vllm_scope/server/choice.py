@@ -6,8 +6,8 @@ From:  answer.   To: encode (makes JSON), tokens (scored tokens), body (sends te
 
 Promise: a chunk carries the values of its choice that have arrived since the last chunk, in
 position order. No value is sent twice. If the caller has probes, each generated token is in one
-chunk, with the scores of the token's own row (in no chunk, if too many scores come together). The
-last chunk carries the remaining values and the counts.
+chunk, with the scores of the token's own row. If the tokens of a chunk have too many scores, these
+tokens are in no chunk. The last chunk carries the remaining values and the counts.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ class ChoiceScope:
             told = self._new(scores)
             told |= {"rows": await self._with_values(rows)}
             return told | tokens | encode.verdicts(cursor.verdicts(), cursor.begun())
-        # If earlier chunks have left out values of a column, only the file has the column's values.
+        # If an earlier chunk has left out values of a column, this chunk has no values of the
+        # column: the file has all of them.
         everything, here = encode.for_callers(result.columns()), [*scores, *rows]
         late, wide = await _aside(bool(self._held_back), lambda: self._late(everything, here))
         scores, rows = _split(c for c in here if c.label not in self._held_back)
@@ -143,8 +144,8 @@ class ChoiceScope:
     def _late(
         self, everything: Sequence[Column], here: Sequence[Column]
     ) -> tuple[list[Column], dict[Label, Spans]]:
-        """The columns whose values only the file has, with the positions that no chunk has carried,
-        and the result of `encode.wide_spans` for these columns."""
+        """Returns the columns whose values are only in the file, each with the positions that no
+        chunk has carried. Also returns the result of `encode.wide_spans` for these columns."""
         new = {column.label: [column.positions] for column in here}
         late = []
         for column in everything:

@@ -96,8 +96,8 @@ def shown(text: str | None, digest: str | None = None) -> bytes:
 
 
 def _short(edit: dict[str, object]) -> dict[str, object]:
-    """A copy of an edit without vectors in base64, and with only the length of each list of more
-    than _SHORT_LIST items."""
+    """A copy of an edit that leaves out vectors in base64. The shape stands for each list that has
+    more than _SHORT_LIST items."""
     found: dict[str, object] = {}
     for name, value in edit.items():
         if isinstance(value, list) and len(value) > _SHORT_LIST:

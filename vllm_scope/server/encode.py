@@ -43,8 +43,9 @@ Spans = list[list[int]]
 
 #: The largest count of numbers of scores, features and lenses inside the answer, for one choice.
 MAX_INLINE_SCORES = 16_384
-#: The largest number of exact spans of a choice's columns whose values are in a file. More spans
-#: would take more memory and time than the values.
+#: The largest number of exact spans for columns whose values are in a file. For more spans, the
+#: result of `wide_spans` is used, because so many spans could take more memory and time than the
+#: values.
 MAX_LATE_SPANS = 16_384
 #: Endings of tensor names in a file. Every column has a tensor with the ending `.positions`.
 #: Features also have tensors with the endings `.indices` and `.tokens`. Lenses also have a tensor
@@ -79,8 +80,9 @@ def wide_spans(late: Sequence[Column], whole: Iterable[Column]) -> dict[Label, S
     """Spans for columns whose values are in a file, if their exact spans would be more than
     MAX_LATE_SPANS. Otherwise empty.
 
-    The file has all values of a column. A wide span can contain positions that have no value in the
-    file. If a position in a wide span has a value, the position is one of the positions of `late`.
+    The file has all values of a column. Of the positions that have a value in the file, the wide
+    spans contain exactly the positions of `late`. A wide span can also contain positions without a
+    value.
 
     Args:
         late: columns with the positions that a chunk or an answer names.
@@ -98,7 +100,8 @@ def wide_spans(late: Sequence[Column], whole: Iterable[Column]) -> dict[Label, S
 
 
 def _wide(positions: np.ndarray, every: np.ndarray) -> Spans:
-    """Half-open spans that contain, of the ascending positions `every`, exactly `positions`."""
+    """Half-open spans. Of the ascending positions `every`, the spans contain exactly
+    `positions`."""
     places = spans(np.searchsorted(every, positions))
     return [[int(every[first]), int(every[last - 1]) + 1] for first, last in places]
 
@@ -163,8 +166,9 @@ def buffer_of(tensor: Tensor) -> memoryview:
 
 
 def _sparse_tensors(name: str, rows: SparseRows, positions: Tensor) -> dict[str, Tensor]:
-    """The tensors of a column of features or of a lens. Features become a COO matrix and the
-    positions that were encoded. A lens becomes two dense tensors and the lens's positions."""
+    """The tensors of a column of features or of a lens. Features become a sparse matrix (COO) and
+    the positions whose features arrived. A lens becomes two dense tensors and the lens's
+    positions."""
     if rows.lens is not None:
         top = TopTokens.of_rows(rows, positions)
         return {

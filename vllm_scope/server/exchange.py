@@ -55,8 +55,8 @@ class Exchange(Asker):
     gone: bool = False
 
     def sender(self, scope: Scope, receive: Receive, send: Send, timeout_s: float) -> Send:
-        """ASGI's `send` with a timeout for each piece. After a part of the body was sent, `untold`
-        loses the functions for the files that this part has named."""
+        """ASGI's `send` with a timeout for each piece. After a part of the body was sent, the
+        functions for the files that this part has named are removed from `untold`."""
 
         async def sending(message: Message) -> None:
             if not (self.timed or self.untold or self.gone):

@@ -64,7 +64,8 @@ class Reply:
         Args:
             number: the choice's index.
             of: number of choices in the answer, which is `n` times the number of prompts.
-            completion: the completion, with the attributes that the face's decorator has set.
+            completion: the completion, with the attributes that the decorator of the face's
+                Translation (engine.frontend.translators) has set.
         """
         return {}
 

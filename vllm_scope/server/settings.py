@@ -21,8 +21,8 @@ from vllm_scope.vectors.containers import MAX_BYTES
 
 #: Name of the HTTP header that contains the operator's key.
 ADMIN_KEY = "X-Scope-Admin-Key"
-#: Limit of the bytes of the body of a request to a route of this package: the limit of a steering
-#: module, and 1 MiB more for the module's header.
+#: The largest body, in bytes, of a request to a route of this package. The body can contain a
+#: steering module of the largest size. 1 MiB is for the module's header.
 MAX_OPERATOR_BYTES = MAX_BYTES + (1 << 20)
 
 
@@ -50,8 +50,9 @@ class ServerSettings:
         results_ttl_s: the number of seconds for which a file is kept (VLLM_SCOPE_RESULTS_TTL_S).
         results_dir: the folder in which the folder of files is created (VLLM_SCOPE_RESULTS_DIR).
         body_bytes: limit of the body of a completion or chat request (VLLM_SCOPE_MAX_BODY_MIB).
-        write_timeout_s: the number of seconds after which the server disconnects a client that
-            stops reading an answer with a scope or of a route (VLLM_SCOPE_WRITE_TIMEOUT_S).
+        write_timeout_s: if a client does not read a piece of an answer within this number of
+            seconds, the server disconnects the client (VLLM_SCOPE_WRITE_TIMEOUT_S). This applies to
+            answers with a scope, and to the answers of this package's routes.
         sweep_cells: the largest number of cells of one sweep (VLLM_SCOPE_SWEEP_CELLS).
         sweep_share: the part of a step's sequences and tokens that the cells of all sweeps can take
             together, above 0 and at most 1 (VLLM_SCOPE_SWEEP_SHARE). While the engine has other

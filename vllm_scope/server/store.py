@@ -46,8 +46,7 @@ _PIECE_BYTES = 1 << 20
 _HEADER_BYTES = 200
 #: Files that expire within this number of seconds of each other are removed together.
 SLACK_S = 0.2
-#: If there are more files than FEW, the search for deleted files takes at most LOOK_PART of the
-#: time.
+#: If there are more files than FEW, `forget_deleted` runs for at most LOOK_PART of the time.
 FEW, LOOK_PART = 256, 0.05
 
 
@@ -272,8 +271,8 @@ class Store:
         (`?delete=true`).
 
         The call blocks for a time in proportion to the number of files. If there are more files
-        than FEW, some calls do nothing, so that the search for deleted files takes at most
-        LOOK_PART of the time.
+        than FEW, some calls do nothing, so that all calls together run for at most LOOK_PART of the
+        time.
         """
         with self._lock:
             written = [(name, file.path) for name, file in self._files.items()]

@@ -88,7 +88,7 @@ class _Arrived:
 
     def ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
-            task.exception()  # asyncio would log an error that nothing has read
+            task.exception()  # asyncio would log an error that no code has read
         self.news.set()
 
     def take(self) -> list[Cell]:
@@ -113,8 +113,9 @@ class SweepAnswer:
         self._run.close()  # a task that was cancelled before its start does not close the sweep
 
     async def whole(self, request: Request) -> Response:
-        """Wait for all cells, then return the table; without a table if the client has left. Raises
-        RefusalError if the sweep failed with a ScopeError."""
+        """Wait for all cells, then return the table. If the client leaves first, end the sweep, and
+        return an answer without a table. Raises RefusalError if the sweep failed with a
+        ScopeError."""
         gone = asyncio.create_task(_gone(request))
         try:
             await asyncio.wait({self._task, gone}, return_when=asyncio.FIRST_COMPLETED)

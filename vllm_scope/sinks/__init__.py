@@ -64,8 +64,8 @@ class RequestInfo:
         stage, num_stages: the pipeline stage of this worker, and the number of stages. A worker has
             only the layers of its stage.
         model: name of the engine's model.
-        owner: for a request over HTTP, a digest of the sender's API key. Offline and at sinks in
-            `global_sinks`, "".
+        owner: for a request over HTTP, a digest of the sender's API key. "" offline, and at sinks
+            in `global_sinks`.
         num_layers: the model's number of layers. None: not known.
     """
 
@@ -97,10 +97,10 @@ class Block:
             copy values that it keeps.
         probe: the name of the probe or of the features; for a lens, its name and layer. For rows,
             None.
-        indices: for features, int32 [n, places]: the feature number of each value. For a lens, the
+        indices: for features, int32 [n, entries]: the feature number of each value. For a lens, the
             token ids. An entry without a feature has the index -1 and the value 0.
-        sae: for features without `indices` and `threshold`, the SAE's name. For a lens, "". Else
-            None.
+        sae: the SAE's name if the values are of a `Features` without `indices` and without
+            `threshold`. For a lens, "". Otherwise None.
         num_features: for features, the SAE's number of features. None: not known.
         asked: for features, the read's `indices`. None if the read has no `indices`.
     """
@@ -118,9 +118,9 @@ class Block:
 
     @cached_property
     def rows(self) -> Tensor:
-        """The rows on the CPU, [n, numbers of a row] in the model's dtype. For a probe, the scores,
-        float32 [n]. For features or a lens, the values, float32 [n, places]. If the site has heads,
-        a row has the numbers of head 0, then of head 1, and so on. Encoded rows are decoded
+        """The rows on the CPU, [n, row_size] in the model's dtype. For a probe, the scores,
+        float32 [n]. For features or a lens, the values, float32 [n, entries]. If the site has
+        heads, a row has the numbers of head 0, then of head 1, and so on. Encoded rows are decoded
         first."""
         return decoded(self.values)
 
@@ -191,9 +191,9 @@ class Sink(Protocol):
 
     Order: for each request, the worker calls `write` with the blocks of the request, then calls
     `finish` one time. For a failed request, or a request without blocks, the worker calls `finish`
-    too. The sink gets no call for a request of which no row was queued, if the sink is stalled at
-    the request's end, or if the API key has reached `key_mib`. Between two calls for one request,
-    there can be calls for other requests.
+    too. There is one exception. If no row of a request was queued, and the sink is stalled at the
+    request's end or the API key has reached `key_mib`, the sink gets no call for the request.
+    Between two calls for one request, there can be calls for other requests.
 
     The contents of a block depend on the class attribute `live`:
 
@@ -202,11 +202,15 @@ class Sink(Protocol):
     - True: the sink gets rows as soon as they are computed. If a position is computed twice, only
       the last row is correct. Some rows may belong to rejected tokens.
 
-    Class attributes state which actions may name the sink. These attributes are `takes_rows` for
-    reads, `takes_scores` for probes and lenses, `takes_features` for features,
-    `takes_some_features` for features with `indices` or `threshold`, `takes_edited` for requests
-    with edits. The default of `takes_features` is the value of `takes_scores`. The other attributes
-    default to True.
+    Class attributes state which actions may name the sink:
+
+    - `takes_rows`: reads.
+    - `takes_scores`: probes and lenses.
+    - `takes_features`: features. The default is the value of `takes_scores`.
+    - `takes_some_features`: features with `indices` or `threshold`.
+    - `takes_edited`: actions of requests with edits.
+
+    All other defaults are True.
 
     If a call raises an exception, the request of the call ends with the status `error`, and the
     exception is the reason. Other requests and the engine continue. The engine waits for a call at
@@ -222,8 +226,9 @@ class Sink(Protocol):
 
     def flush(self) -> None:
         """Make the rows of finished requests visible. When `flush` returns, every future
-        `published` must be done. The sink thread calls this function at most `flush_s` seconds
-        after a request has ended, when a front-end calls `scope_flush`, and before `close`."""
+        `published` must be done. The sink thread calls this function in three cases: at most
+        `flush_s` seconds after a request has ended, after a front-end's remote call `scope_flush`,
+        and before `close`."""
 
     def close(self) -> None: ...
 
@@ -236,8 +241,8 @@ class RowBatch:
         labels: the labels, with one entry per token.
         lease: the span of the batch in the worker's host ring.
         widths: number of bytes of a raw row, for each kind of site.
-        boundary: the tap's boundary if the batch has the rows of one tap, else None. In such a
-            batch, all tokens have the same number of slots. The values of a token fill its slots
+        boundary: the tap's boundary if the batch has the rows of one tap, else None. In a batch of
+            one tap, all tokens have the same number of slots. The values of a token fill its slots
             from the first slot on, in the order of the token's layout at this boundary.
     """
 
@@ -255,8 +260,8 @@ class RowBatch:
 
     @property
     def nbytes(self) -> int:
-        """The value of `slots.nbytes`, computed without `slots`. If the caches are cold, making the
-        slice `slots` takes 80 us."""
+        """The value of `slots.nbytes`, computed without `slots`. If the CPU's caches are cold,
+        making the slice `slots` takes 80 us."""
         return (self.lease.stop - self.lease.start) * SLOT_BYTES
 
 

@@ -19,7 +19,8 @@ class Counters:
         spilled_bytes: number of bytes that have waited on disk.
         errors: number of calls that raised an exception, plus the number of requests that failed
             because the sink stalled or did not publish their rows.
-        queue_bytes, held_bytes, spill_bytes: bytes in the queue, kept for requests, on disk.
+        queue_bytes, held_bytes, spill_bytes: bytes of the rows that wait in the queue's memory, of
+            the rows that are kept for running requests, and of the rows that wait on disk.
     """
 
     rows: int = 0

@@ -54,7 +54,8 @@ class MemorySink:
         #: Like `_frontend_of`, but only for requests whose rows are sent to the front-end.
         self._reads: dict[int, str] = {}
         #: The keys of running requests that lost rows because a message could not be sent. These
-        #: requests fail, because the row of a rejected draft could stand for a lost row.
+        #: requests fail. Otherwise an earlier row of the same position, which may belong to a
+        #: rejected draft, would be returned in place of a lost row.
         self._unsent: set[int] = set()
         self._num_bytes = 0
         #: The lease of the last call of `_give_up`, and for each front-end the number of messages
@@ -209,8 +210,9 @@ class MemorySink:
                 sender.reclaim()
 
     def _give_up(self, lease: Lease) -> None:
-        """Drop each front-end that blocks the worker. Such a front-end uses the lease for which the
-        worker waits, and has read no message since the last call, which had the same lease."""
+        """Drop each front-end that blocks the worker. The worker waits for `lease`. A front-end
+        blocks the worker if it holds `lease`, and has read no message since the previous call. If
+        the previous call had another lease, no front-end is dropped."""
         with self._lock:
             before = self._read_before if self._waits_for is lease else {}
             self._waits_for = lease

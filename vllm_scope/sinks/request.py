@@ -96,7 +96,7 @@ class Delivery:
         #: Dropped arrivals. If an arrival was dropped, earlier rows of the same positions are
         #: outdated, because they may belong to a rejected draft.
         self._dropped: list[Arrival] = []
-        #: (Number of dropped arrivals that the last result of `_last_dropped` includes, this
+        #: The last result of `_last_dropped`, as (the number of dropped arrivals at that time, the
         #: result).
         self._last: tuple[int, dict[Layout, Ints]] = (0, {})
 
@@ -272,5 +272,5 @@ class Delivery:
 
 
 def _wanted_of(points: Sequence[int], wanted: Set[int], layout: Layout) -> list[int]:
-    """The indices of those points whose rows have the values of a wanted point."""
+    """The indices of the points whose row is the row of a wanted point (Layout.also)."""
     return [i for i, row in enumerate(points) if not wanted.isdisjoint(layout.names_of(row))]

@@ -178,7 +178,7 @@ class Router:
                 if arrival is not None:
                     thread.put(delivery, arrival)
             except Exception as error:
-                # Without free memory, the rows cannot be copied. The other requests continue.
+                # For example, there is no memory to copy the rows. The other requests continue.
                 logger.exception("vllm-scope: rows could not be given to the sink %r", thread.name)
                 delivery.error = delivery.error or (
                     f"the sink {thread.name!r} did not get some rows ({type(error).__name__}); the "

@@ -32,8 +32,9 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: Seconds between two checks that test whether the sink has stalled.
 WAIT_S = 0.05
-#: Seconds that the thread waits for another request before it flushes, if a caller waits for
-#: published rows and no other request is running. Both requests are then published together.
+#: If a caller waits for published rows and no other request is running, the thread waits for this
+#: number of seconds before it flushes. If another request comes in this time, both requests can be
+#: published together.
 ALONE_S = 0.1
 
 #: A SinkThread calls this function when a request has ended at the sink. Any thread may make this
@@ -69,7 +70,8 @@ class SinkThread:
             raise
         self._changed = self._queue.changed
         self._closing = False
-        #: The time of the first request's end after the last flush. None if there was no such end.
+        #: The time at which a request ended for the first time after the last flush. None if no
+        #: request has ended since the last flush.
         self._dirty_since: float | None = None
         self._num_running = 0
         self._worked_at = 0.0

@@ -66,9 +66,9 @@ class Stream:
         return slice(first + 4 * cell.first, first + 4 * (cell.first + self.probe.num_values))
 
     def values(self, layout: Layout, data: NDArray[np.uint8], widths: Widths) -> Tensor | None:
-        """The values: rows [n, numbers of a row], encoded rows uint8 [n, bytes], scores [n], or the
-        `words` for `sparse_rows` [n, num_values]. All values except scores are views of `data`.
-        None if the layout has no values of the stream.
+        """The values: rows [n, row_size], encoded rows uint8 [n, bytes], or scores [n]. For
+        features and a lens, the argument `words` of `sparse_rows`, [n, num_values]. All values
+        except scores are views of `data`. None if the layout has no values of the stream.
 
         Args:
             layout: the layout of `data`, which is uint8 [n, bytes of a token].
