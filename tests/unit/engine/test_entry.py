@@ -238,6 +238,22 @@ def test_the_first_piece_of_streamed_input_is_not_edited_in_parts(tokens):
     assert entered(made) is None
 
 
+def test_a_piece_of_streamed_input_whose_session_is_not_in_the_scheduler_yet_is_not_refused():
+    """The first piece waits for room. Without this piece, the session would never end."""
+    scope_, piece = _core(), _request(name="session")
+    engine = _EngineCore(scope_, scheduler=SimpleNamespace(requests={}))
+    piece.resumable = True
+    scope_.registry.set_edits(scope(Add(W, layer=1))["scope"])
+    first, _ = _preprocess(engine, piece)
+    assert len(entered(first).asked.edits) == 1
+    scope_.registry.set_edits(scope(Add(W, layer=1, tokens="prompt"))["scope"])
+    later, _ = _preprocess(engine, piece)
+    assert entered(later) is None
+    del first  # the session has ended
+    with pytest.raises(SpecError, match="a later piece of streamed input cannot be told from"):
+        _preprocess(engine, piece)
+
+
 def test_the_cost_counts_the_positions_that_a_step_may_overshoot():
     engine = _core()
     last = 8 + 10 + OVERSHOOT - 1

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from vllm_scope.core.news import digest_of, know_digest, packed_of
 from vllm_scope.core.registry import Registry
@@ -278,6 +279,9 @@ def _unchecked(asked: Resolved, more: bool, ticket: Ticket | None) -> bool:
 _scopes: Beside[CoreScope] = Beside()
 #: Maps vLLM's EngineCore to True if the configuration has global sinks, which read every request.
 _reads_all: Beside[bool] = Beside()
+#: Maps the id of a session of streamed input to the first piece, which is vLLM's Request of the
+#: session. The session is not in the scheduler while the first piece waits for room.
+_sessions: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _making = threading.Lock()
 
 
@@ -290,11 +294,19 @@ def _preprocess(
     # the workers need.
     ticket = ticket_of(request.sampling_params)
     request.sampling_params = without_ticket(request.sampling_params)
-    if request.resumable and request.request_id in self.scheduler.requests:
+    known = request.resumable and (
+        request.request_id in _sessions
+        # `_sessions` does not have a session that began before there was a CoreScope.
+        or request.request_id in self.scheduler.requests
+    )
+    if known:
         # A later piece of streamed input has the edits and reads of the first piece.
         return original(self, request)
     if ticket is None or not ticket.variants:
-        return _entered_as(original, self, request, ticket)
+        found = _entered_as(original, self, request, ticket)
+        if request.resumable:
+            _sessions[request.request_id] = found[0]
+        return found
     found = original(self, request)
     tickets = ticket.of_variants()
     expand(
