@@ -238,6 +238,48 @@ def test_the_first_piece_of_streamed_input_is_not_edited_in_parts(tokens):
     assert entered(made) is None
 
 
+def test_a_piece_of_streamed_input_whose_session_is_not_in_the_scheduler_yet_is_not_refused():
+    """The first piece waits for room. Without this piece, the session would never end."""
+    scope_, piece = _core(), _request(name="session")
+    engine = _EngineCore(scope_, scheduler=SimpleNamespace(requests={}))
+    piece.resumable = True
+    scope_.registry.set_edits(scope(Add(W, layer=1))["scope"])
+    first, _ = _preprocess(engine, piece)
+    assert len(entered(first).asked.edits) == 1
+    scope_.registry.set_edits(scope(Add(W, layer=1, tokens="prompt"))["scope"])
+    later, _ = _preprocess(engine, piece)
+    assert entered(later) is None
+    del first  # the session has ended
+    with pytest.raises(SpecError, match="a later piece of streamed input cannot be told from"):
+        _preprocess(engine, piece)
+
+
+def test_the_end_of_a_refused_session_of_streamed_input_begins_no_request(monkeypatch):
+    """vLLM sends the end as a request of one dummy token, with the id of the session."""
+    monkeypatch.setattr(core, "MOST_REFUSED", 2)
+    scope_ = _core()
+    engine = _EngineCore(scope_, scheduler=SimpleNamespace(requests={}))
+
+    def send(name: str, resumable: bool) -> Any:
+        request = _request(name=name)
+        request.resumable = resumable
+        return _preprocess(engine, request)[0]
+
+    scope_.registry.set_edits(scope(Add(W, layer=1, tokens="prompt"))["scope"])
+    for name in ("before", "a", "b", "a"):
+        with pytest.raises(SpecError, match="a later piece of streamed input cannot be told from"):
+            send(name, True)
+    with pytest.raises(SpecError, match="every piece of this streamed input was refused"):
+        send("a", False)
+    # A request that comes later has an id of its own. The oldest refusal is forgotten.
+    assert all(entered(send(name, False)) is not None for name in ("a", "before", "other"))
+    scope_.registry.set_edits(None)
+    piece = send("b", True)  # the session goes on after the edits were removed
+    assert entered(send("b", False)) is None
+    assert core._refused == {}
+    del piece
+
+
 def test_the_cost_counts_the_positions_that_a_step_may_overshoot():
     engine = _core()
     last = 8 + 10 + OVERSHOOT - 1

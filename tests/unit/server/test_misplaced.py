@@ -59,7 +59,7 @@ def test_unknown_fields_of_a_body_pass(body):
     assert create(body) is ANSWER
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/invocations"])
 def test_beam_search_is_refused_while_monitors_are_set(path, monkeypatch):
     """Its requests of one token each have no generated tokens that a monitor could stop."""
     assert create({}, path=path, beams=True) is ANSWER

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from vllm_scope.core.news import digest_of, know_digest, packed_of
 from vllm_scope.core.registry import Registry
@@ -38,7 +39,7 @@ from vllm_scope.engine.params import has_ticket, ticket_of, without_ticket
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import EngineCore, EngineCoreRequest, Request, VllmConfig
 from vllm_scope.engine.worker.replies import Described
-from vllm_scope.errors import CapacityError, SpecError, shown
+from vllm_scope.errors import CapacityError, ScopeError, SpecError, shown
 from vllm_scope.graph.tap.program_tables import capacity
 from vllm_scope.program.block_keys import BlockKeys
 from vllm_scope.program.compiler import OVERSHOOT, RequestProgram
@@ -278,6 +279,13 @@ def _unchecked(asked: Resolved, more: bool, ticket: Ticket | None) -> bool:
 _scopes: Beside[CoreScope] = Beside()
 #: Maps vLLM's EngineCore to True if the configuration has global sinks, which read every request.
 _reads_all: Beside[bool] = Beside()
+#: Maps the id of a session of streamed input to the first piece, which is vLLM's Request of the
+#: session. The session is not in the scheduler while the first piece waits for room.
+_sessions: WeakValueDictionary[str, Any] = WeakValueDictionary()
+#: The ids of the last MOST_REFUSED sessions of which no piece was accepted. vLLM ends a session
+#: with a request of one dummy token, which must not begin as a request of its own.
+_refused: dict[str, None] = {}
+MOST_REFUSED = 256
 _making = threading.Lock()
 
 
@@ -290,9 +298,19 @@ def _preprocess(
     # the workers need.
     ticket = ticket_of(request.sampling_params)
     request.sampling_params = without_ticket(request.sampling_params)
-    if request.resumable and request.request_id in self.scheduler.requests:
+    known = request.resumable and (
+        request.request_id in _sessions
+        # `_sessions` does not have a session that began before there was a CoreScope.
+        or request.request_id in self.scheduler.requests
+    )
+    if known:
         # A later piece of streamed input has the edits and reads of the first piece.
         return original(self, request)
+    if request.resumable:
+        return _session_of(original, self, request, ticket)
+    if request.request_id in _refused:
+        del _refused[request.request_id]
+        raise SpecError("every piece of this streamed input was refused, and the session ends.")
     if ticket is None or not ticket.variants:
         return _entered_as(original, self, request, ticket)
     found = original(self, request)
@@ -302,6 +320,23 @@ def _preprocess(
         lambda number: _entered_as(original, self, request, tickets[number])[0],
         self.vllm_config.model_config.get_vocab_size(),
     )  # fmt: skip
+    return found
+
+
+def _session_of(
+    original: Callable[..., tuple[T, int]], self: EngineCore, request: EngineCoreRequest,
+    ticket: Ticket | None,
+) -> tuple[T, int]:  # fmt: skip
+    """The same as `_entered_as`, for the first piece of streamed input."""
+    try:
+        found = _entered_as(original, self, request, ticket)
+    except ScopeError:
+        _refused[request.request_id] = None
+        if len(_refused) > MOST_REFUSED:
+            del _refused[next(iter(_refused))]
+        raise
+    _refused.pop(request.request_id, None)
+    _sessions[request.request_id] = found[0]
     return found
 
 

@@ -82,9 +82,9 @@ def _asks_us(request: Any) -> bool:
 
 
 def _monitored(request: Any, raw_request: Request) -> bool:
-    """True if an operator's monitors can have verdicts for the answer, or if the request
-    is a beam search, which monitors cannot stop."""
-    if current.get() not in PATHS:
+    """True if an operator's monitors can have verdicts for the answer, or if the request is a beam
+    search (on any path), which monitors cannot stop."""
+    if current.get() not in PATHS and not request.use_beam_search:
         return False
     return bool(monitors_of(raw_request.app.state.engine_client.vllm_config))
 
@@ -142,9 +142,6 @@ async def _create_with_scope(
 
 
 def _check_place(request: Any, raw_request: Request) -> None:
-    path = current.get()
-    if not isinstance(path, str) or path not in PATHS:
-        raise refusal()(_no_place(raw_request.url.path))
     if request.use_beam_search:
         # vLLM makes a request for each token of each beam. For monitors, these requests have no
         # generated tokens, and have ended before a verdict can stop them.
@@ -152,6 +149,9 @@ def _check_place(request: Any, raw_request: Request) -> None:
         called = f"monitor{'s' if found[1:] else ''} {', '.join(repr(one.name) for one in found)}"
         why = f", and this engine taps every request for its {called}" if found else ""
         raise refusal()(f"beam search cannot be tapped{why}; sample instead.")
+    path = current.get()
+    if not isinstance(path, str) or path not in PATHS:
+        raise refusal()(_no_place(raw_request.url.path))
 
 
 def _no_place(path: str) -> str:
