@@ -265,6 +265,7 @@ def test_a_global_sink_has_the_tokens_of_all_pieces_of_streamed_input(llama, ref
 
     outputs, (of_refused, reasons) = asyncio.run(go())
     assert of_refused == []
+    assert reasons
     assert all("a later piece of streamed input cannot be told from" in one for one in reasons)
     assert len(outputs) == 12
     # vLLM drops the last token of each answer before the next piece.

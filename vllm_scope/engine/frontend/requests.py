@@ -290,7 +290,7 @@ def _translated(
             functions.check(params, engine)
         if asks(params):
             params = dedicated(params)
-    if hasattr(prompt, "sampling_params"):
+    if getattr(prompt, "sampling_params", None) is not None:
         prompt = copy(prompt)
         prompt.sampling_params = params
         if "prompt" in kwargs:

@@ -63,11 +63,11 @@ def forward_of(module: nn.Module, owner: type | None = None) -> ast.FunctionDef:
         if isinstance(node, ast.If | ast.IfExp)
         and (answer := _answer(node.test, module)) is not None
     }
-    return _settled(function, owner, frozenset(answers.items())) if answers else whole
+    return _settled_source(function, owner, frozenset(answers.items())) if answers else whole
 
 
 @cache  # cached, because many layers of a model have equal flags
-def _settled(
+def _settled_source(
     function: Callable[..., object], owner: type, answers: frozenset[tuple[_Place, bool]]
 ) -> ast.FunctionDef:
     return settled(function_of(function, owner), dict(answers))
@@ -76,7 +76,7 @@ def _settled(
 def settled(function: ast.FunctionDef, answers: Mapping[_Place, bool]) -> ast.FunctionDef:
     """A copy of a function. In the copy, each `if` whose result is in `answers` is replaced by one
     of its branches, the branch that runs."""
-    found = _Settled(answers).visit(deepcopy(function))
+    found = _TestsRemoved(answers).visit(deepcopy(function))
     assert isinstance(found, ast.FunctionDef)
     return found
 
@@ -86,7 +86,7 @@ def is_norm(name: str) -> bool:
     return "norm" in name or name.startswith("ln")
 
 
-class _Settled(ast.NodeTransformer):
+class _TestsRemoved(ast.NodeTransformer):
     """Replaces each `if` whose result is known, also in expressions. The branch that runs takes the
     place of the `if`."""
 

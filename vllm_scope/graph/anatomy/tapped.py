@@ -101,6 +101,8 @@ def refused_site(site: str, reason: str) -> ConfigError:
 
 
 def refused_layer(site: str, number: int, layer: nn.Module, what: str) -> ConfigError:
+    """The error for a configured site that a layer does not have. `what` follows the layer's name
+    in a sentence, such as "has no MLP"."""
     return ConfigError(
         f"additional_config['scope'].sites has {site!r}, and layer {number} "
         f"({type(layer).__name__}) {what}. Leave the site out, or the layer out of "
