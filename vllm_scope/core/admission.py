@@ -4,6 +4,9 @@ Owns:  Admission, Ranges.
 Runs:  in EngineCore, on the scheduler's thread.
 From:  program.held, engine.core.scheduler (the caller).
 
+Each worker has device tables with the operations (programs) and vectors of the running requests. A
+table has a fixed number of entries.
+
 Promise: the device tables of the workers have room for every request that Admission admits.
 Requests with equal specs and equal programs share table entries, and requests with equal vectors
 share the entries of these vectors. Admission counts shared entries one time. The tables also share

@@ -6,6 +6,10 @@ Runs:  `Told` runs in EngineCore, on the scheduler's thread. `Heard` runs in eve
        main thread.
 From:  engine.core.entry (resolved requests).   To: engine.worker.worker.
 
+A spec is all actions of a request. In this file, specs are resolved: their names are replaced by
+what the names mean on this engine. Many requests can share a spec, and many specs can share a
+vector.
+
 Promise: all workers get the same news in the same order. Therefore EngineCore knows the specs and
 vectors that every worker stores, and does not send a stored spec or vector again. The memory for
 specs and vectors is bounded. If the memory is full, EngineCore chooses the specs and vectors that

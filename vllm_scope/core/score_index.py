@@ -62,8 +62,8 @@ class ScoreIndex:
         #: For each running request with filled blocks, by id: (hashes of the request's blocks,
         #: digest of its probes, bytes of the scores of one block).
         self._chains: dict[str, tuple[Sequence[bytes], bytes, int]] = {}
-        #: By the id of a running request: only the scores of this number of first tokens are
-        #: stored. Requests without this limit (`freeze`) are not in the dict.
+        #: For a running request that `freeze` limits, by id: the number of its first tokens whose
+        #: scores are stored.
         self._frozen: dict[str, int] = {}
         #: The turn (TURNS) of each running request, by id. `_last_turn` is the turn of the request
         #: that began last.
@@ -91,7 +91,8 @@ class ScoreIndex:
         return list(self._told)
 
     def begin(self, request_id: str, num_cached: int) -> None:
-        """Store a request's scores, except for the first `num_cached` blocks, from now on."""
+        """From now on, store the scores of a running request. Its first `num_cached` blocks come
+        from the prefix cache, and their scores are stored already."""
         self._told[request_id] = num_cached
         self._last_turn = (self._last_turn + 1) % TURNS
         self._turns[request_id] = self._last_turn
@@ -107,9 +108,9 @@ class ScoreIndex:
 
     def look_again(self, request_id: str, num_tokens: int) -> None:
         """Choose the step in which `due` returns a request again. If the next block needs fewer
-        than `step_tokens` more tokens, this is the next step. Otherwise, it is the step that can
-        fill the block at the earliest, and then as many steps later as the request's turn. If
-        scores of the block must not be stored (`freeze`), `due` does not return the request again.
+        than `step_tokens` more tokens, this is the next step. Otherwise, it is the first step that
+        can fill the block, plus the request's turn (TURNS). If scores of the block must not be
+        stored (`freeze`), `due` does not return the request again.
 
         Args:
             num_tokens: the number of the request's known tokens. A step adds at most `step_tokens`.

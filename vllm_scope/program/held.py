@@ -4,6 +4,8 @@ Owns:  Held.
 Runs:  in EngineCore and in the front-end, to compute the Cost of a request; in workers, when a
        request arrives. numpy, no torch.
 From:  compiled.   To: core.admission, graph.tap.program_tables, worker.plan.
+
+The docstring of compiled.py explains the words program, pick and column.
 """
 
 from __future__ import annotations

@@ -4,6 +4,11 @@ Owns:  Op, Program, and Cost (how many entries of the device tables a request us
 Runs:  in workers, when a request arrives and when its tokens are planned; in
        EngineCore, to compute the Cost of a request. numpy, no torch.
 From:  compiled, layout.   To: worker.plan (per token), graph.tap.program_tables (on the device).
+
+A tap is the op in the compiled graph that runs a program on a row. Taps write results to slots of
+16 bytes in the arena, which is device memory. The states of gates are in other device memory, the
+log. In the formulas below, x is the row, and `.` is the dot product. The vector v and the numbers
+a to e are attributes of Op.
 """
 
 from __future__ import annotations

@@ -263,8 +263,8 @@ class OpList:
         if (pick >= 0).any():
             vector = np.where(pick >= 0, vector + columns[pick, program] - 1, vector)
             vector = self._same[vector]
-        # Programs are compared by sums of random numbers. Different programs have equal sums only
-        # with negligible probability.
+        # Each operation of a program adds a random number to the program's sum. Programs with equal
+        # sums count as equal. Different programs have equal sums only with negligible probability.
         sums = np.zeros(len(op) + 1, np.int64)
         np.cumsum(self._marks[op] * (2 * vector + 3), out=sums[1:])
         sums = sums[np.cumsum(here.sum(axis=0))]

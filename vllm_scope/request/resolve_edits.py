@@ -3,6 +3,9 @@
 Owns:  `resolve_edits`, `module_rows`.
 Runs:  in the same processes as resolve. numpy, no torch.
 From:  actions.   To: resolve.
+
+If a gate or a dose has a name, its value at each token is delivered like a probe's score. The tap
+that computes the value also writes it to the arena. The values at one `Place` are a bank (Told).
 """
 
 from __future__ import annotations

@@ -4,6 +4,12 @@ Owns:  Resolved, and the classes of its parts.
 Runs:  in the front-end and in EngineCore, which make a Resolved (resolve), and in workers, which
        receive a Resolved. numpy, no torch, no vLLM.
 From:  resolve.   To: program.compiler (makes programs), results (the rows that must arrive).
+
+A stream is the rows of one site at one layer (a `Place`). A net is the function by which a probe
+computes numbers from a row. A bank is all nets of a request at one `Place`, which are computed
+together. If probes wait for the verdicts of other probes (a cascade), each stage of the cascade has
+banks of its own. A selector is uniform if it selects either all or none of the tokens of a phase
+(prompt or generated).
 """
 
 from __future__ import annotations

@@ -485,8 +485,8 @@ def _parse_slice(parts: object, where: str) -> Span:
 
 
 def as_numbers(value: object) -> Any:
-    """Convert a numpy array or torch tensor to Python numbers, and a range, tuple or list to a list
-    (with its items converted). Other values are returned unchanged."""
+    """Convert a numpy array or torch tensor to Python numbers. A range, tuple or list becomes a
+    list, and arrays among its items are converted too. Other values are returned unchanged."""
     if isinstance(value, range | tuple | list):
         return [as_numbers(item) if hasattr(item, "tolist") else item for item in value]
     return value.tolist() if hasattr(value, "tolist") else value

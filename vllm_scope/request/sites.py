@@ -291,7 +291,8 @@ class Sites:
 
     @staticmethod
     def from_body(body: Mapping[str, Any], boundaries: Iterable[int]) -> Sites:
-        """Make Sites from a `body` that `dataclasses.asdict` made, with other boundaries."""
+        """Make Sites from `body`, which `dataclasses.asdict` made of a Sites object, with these
+        boundaries in place of the boundaries in `body`."""
         heads = body["heads"]
         given = {
             "boundaries": tuple(sorted(boundaries)),

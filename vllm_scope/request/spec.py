@@ -44,8 +44,8 @@ from vllm_scope.request.resolved import Resolved, Vectors
 from vllm_scope.request.selectors import ITEM_BYTES, check_sizes
 from vllm_scope.request.sites import Place, Sites
 
-#: The longest JSON of a spec, in characters. A front-end parses 1 MiB of JSON in 5 ms. In base64,
-#: 80 vectors of 8,192 numbers have 3.5 MB, and 383 replaced rows of 4,096 numbers have 8 MiB.
+#: The longest JSON of a spec, in characters. This is enough for 383 replaced rows of 4,096 numbers
+#: in base64. (80 vectors of 8,192 numbers take 3.5 MB.) A front-end parses 1 MiB of JSON in 5 ms.
 MAX_SPEC_BYTES = 8 << 20
 MAX_READS = 32
 MAX_PROBES = 1024
