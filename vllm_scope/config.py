@@ -110,7 +110,8 @@ class ScopeConfig(BaseModel):
             or is a list of names (`control.policy_options`).
         sinks: maps the name of a sink to its options (`sinks.options`). Reads can name these sinks,
             in addition to `memory`.
-        global_sinks: sinks in the form of `sinks`, with `reads` that are added to every request.
+        global_sinks: sinks that get rows of every request. The form is that of `sinks`. Each of
+            them also has `reads`, which are added to every request.
         graph_key: a text that identifies the code of the taps. vllm-scope sets this option.
     """
 

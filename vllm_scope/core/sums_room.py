@@ -37,8 +37,7 @@ class SumsRoom:
         self._sites, self._most = sites, int(most_mib * 2**20)
         self._itemsize = 4 if sites.dtype == "float32" else 2
         self._lock = threading.Lock()
-        #: The options of the sums with each name: (True if the sums have a covariance, True if the
-        #: sums have targets).
+        #: By the name of sums: (True if the sums have a covariance, True if they have a target).
         self._kinds: dict[str, tuple[bool, bool]] = {}
         #: The bytes of each sum, by the name and then by (`Place`, label). `num_bytes` is the
         #: number of bytes of all sums.

@@ -142,8 +142,8 @@ class Compiled:
             computation on rows, such as a codec. It is None for plain rows. There is one entry for
             each pair of a pick and a head.
         edits: the edits, in the order in which they are applied.
-        check: the boundary at which every token of a request with edits is checked. None if
-            the request has no edits, or is checked on another pipeline stage.
+        check: the boundary at which a tap checks that the rows of a request with edits are finite.
+            None if the request has no edits, or if another pipeline stage makes the check.
         rows: for each point that an action reads, the first point with the same row
             (`compiler.rows_of`).
         banks: the result of Resolved.banks_on_rows.

@@ -42,10 +42,10 @@ OP_SCORE = 2
 OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET = 3, 4, 5, 6, 7
 #: If the row is not finite, report a fault. The token's request then ends.
 OP_CHECK = 8
-#: x + clip(a, -b * ||x||, b * ||x||) * v. The length of the vector v is 1.
+#: Replace x by x + clip(a, -b * ||x||, b * ||x||) * v. The length of v is 1.
 OP_ADD_BOUND = 9
-#: x + (a + d * f) * v, where f is the number in the register `source`, a feature's activation. If b
-#: > 0 and f <= 0, the row does not change.
+#: Replace x by x + (a + d * f) * v. f is a feature's activation, from the register `source`. If b >
+#: 0 and f <= 0, the row does not change.
 OP_ADD_FEATURE = 10
 #: Conditions. A condition computes a score s from the row: x . v + b (OP_GATE), the cosine of x and
 #: v (OP_GATE_COSINE), or the cosine of x and tanh((x . v) v) (OP_GATE_CAST). The condition sets a

@@ -178,8 +178,8 @@ class _Form:
 
         Args:
             index_of: the index of each Array, by the digest of the Array.
-            index: the index of each number, by the text of the number. (0.0 and -0.0 have different
-                texts.)
+            index: the index of each number, by the `repr` of the number. (0.0 and -0.0 must
+                differ.)
         """
         content = {each.name: getattr(one, each.name) for each in fields(one)}
         arrays, numbers, several = [], [], []

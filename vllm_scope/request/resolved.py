@@ -178,8 +178,8 @@ class ResolvedFeatures:
 
     @property
     def whole_sae(self) -> str | None:
-        """The name of the SAE if the strongest of all its features arrive. Returns None if
-        `indices` or a `threshold` leaves features out. For a lens, returns an empty string."""
+        """The name of the SAE, if the strongest of all its features are delivered. None if
+        `indices` or a `threshold` leaves features out. For a lens, an empty string."""
         (cell,) = self.cells
         chosen = self.indices is not None or self.threshold is not None
         return cell.bank.sae if isinstance(cell.bank, Strongest) and not chosen else None

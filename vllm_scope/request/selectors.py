@@ -61,7 +61,7 @@ FAR = 1 << 40
 
 @dataclass(frozen=True)
 class Tokens:
-    """The facts about some tokens of one request from which a selector decides.
+    """Some tokens of one request, with all facts that a selector uses.
 
     Attributes:
         positions: int64 [n], ascending, distinct. Each position is an index into prompt + generated

@@ -331,8 +331,7 @@ class Sites:
 
     @property
     def vector_size(self) -> int:
-        """The number of elements of a row of the device table of vectors. A vector of the widest
-        site fits."""
+        """The width of the device table of vectors, which is the width of the widest row."""
         return max(self.row_sizes)
 
     @cached_property

@@ -69,8 +69,8 @@ ACTIONS: dict[str, type[Action]] = {
     "moments": Moments,
 }  # fmt: skip
 #: The limit in bytes of each of three caches: parsed specs, results of `of_engine`, and Meanings.
-#: LONGEST_REMEMBERED is the length of the longest text in the first cache, because each lookup
-#: hashes the text.
+#: Texts longer than LONGEST_REMEMBERED are not in the first cache, because each lookup hashes the
+#: text.
 REMEMBERED_BYTES, LONGEST_REMEMBERED = 64 << 20, 1 << 20
 #: The largest resolved spec that is cached, in bytes.
 LARGEST_REMEMBERED = 32 << 20
