@@ -117,7 +117,7 @@ def _engine_of(llm: LLM, other: str) -> LLMEngine:
     """The engine of an LLM. Raises SpecError for any other object.
 
     Args:
-        other: the call that a caller with an AsyncLLM must make. The error's text contains `other`.
+        other: the call for an AsyncLLM. The text of the error contains this call.
     """
     if not hasattr(llm, "llm_engine"):
         raise SpecError(
@@ -148,7 +148,7 @@ def set_monitors(llm: LLM, monitors: Mapping[str, object]) -> None:
 
 
 def moments(llm: LLM, name: str = "moments") -> dict[tuple[str, int, str], Sums]:
-    """The sums of the rows that requests with Moments have selected.
+    """The sums to which requests with Moments have added rows.
 
     After a request has ended, the sums contain all its selected rows. Rows that could not be added
     are counted as `missing`. For an AsyncLLM, call `vllm_scope.engine.moments.moments_of_async`.
@@ -159,9 +159,9 @@ def moments(llm: LLM, name: str = "moments") -> dict[tuple[str, int, str], Sums]
         name: the name that the requests gave in Moments.
 
     Returns:
-        A mapping of (site, layer, label) to `Sums` in float64 numpy, with `count`, `mean`, and
-        `covariance` if the Moments asked for it. `vllm_scope.analysis.moments` makes probes from
-        these sums.
+        A mapping of (site, layer, label) to `Sums` in float64 numpy. `Sums` have `count` and
+        `mean`. If the Moments asked for it, they also have `covariance`.
+        `vllm_scope.analysis.moments` makes probes from these sums.
 
     Raises:
         SpecError: `llm` is not a vllm.LLM, or there are no sums with this name. In the second case,
@@ -204,11 +204,11 @@ def harvest(
     engines: int | None = None,
     ray: bool | str = False,
 ) -> Harvest:
-    """Compute the rows of a data set's documents, and write them to shards (docs/harvest.md).
+    """Compute the rows of a data set's documents, and write them to large files (shards).
 
-    If an earlier call with the same arguments was killed, this call continues the work. Rows that
-    are already in shards are not computed again. `vllm_scope.open(out)` reads the rows by document
-    id.
+    docs/harvest.md describes harvests. If an earlier call with the same arguments was killed, this
+    call continues its work: rows that are already in shards are not computed again.
+    `vllm_scope.open(out)` reads the rows by document id.
 
     Args:
         dataset: a Parquet, JSONL or text file, a folder of such files, the name or folder of a
@@ -216,22 +216,25 @@ def harvest(
         reads: at least one Read. A read's `codec` makes rows smaller on the device.
         model: a model's name or folder, as for vLLM, or an LLM. An LLM stays open after the call.
         out: a folder, or a URL that fsspec supports.
-        column: the column of the documents, by default `text`, `input_ids`, `token_ids` or
-            `tokens`.
+        column: the column with the documents. By default, the first of `text`, `input_ids`,
+            `token_ids` and `tokens` that has a value.
         id_column: the column of the ids. All documents must have different ids. If `id_column` is
             None, an id consists of the start of the data set's fingerprint, and the document's row
             number in the data set.
         split, config: the split and the configuration of a Hugging Face data set.
-        long: the treatment of documents that are longer than a context ("truncate", "split" or
-            "pack"). "pack" fills every context with documents, one after another.
+        long: how documents become contexts, which are the prompts of the model. "truncate" makes
+            one context of a document, and leaves out later tokens. "split" makes several contexts
+            of a long document. "pack" joins all documents and cuts them into contexts of equal
+            length.
         context: the largest number of tokens of a context, by default max_model_len - 1.
         file_mib, fsync, mode: options of the shards, as in docs/files.md.
         progress: if True, show a line with the rate and the remaining time.
         engine: further arguments of `vllm.LLM`, such as {"dtype": "bfloat16"}.
-        engines: the number of engines, each in its own process and on its own GPUs. If `engines` is
-            None, there is one engine in this process, or with `ray` as many engines as the
-            cluster's GPUs allow. If an engine in another process dies, a new engine replaces it. As
-            with `multiprocessing`, a script's main part must be below `if __name__ == "__main__":`.
+        engines: the number of engines, each in its own process and on its own GPUs. If None, there
+            is one engine in this process. If None and `ray` is given, there are as many engines as
+            the cluster's GPUs allow. If an engine in another process dies, a new engine replaces
+            it. As with `multiprocessing`, a script's main part must be below `if __name__ ==
+            "__main__":`.
         ray: if True, the engines are Ray actors on the cluster at RAY_ADDRESS. If RAY_ADDRESS is
             not set, the engines are on a new cluster of this host. If `ray` is a text, the text is
             the address of the cluster. All hosts of the cluster must have access to `out`.
@@ -292,15 +295,15 @@ def stream(
             on a thread of this process, and the LLM stays open. Do not use the LLM before the feed
             has ended.
         batch_size: number of rows of a batch. The last batch can have fewer rows.
-        buffer_rows: the number of rows in shared memory, at least twice `batch_size`. Each batch is
-            drawn at random from half of these rows.
+        buffer_rows: the number of rows in shared memory, at least twice `batch_size`. A batch is
+            drawn at random from one half, while the feed writes later rows into the other half.
         seed: at least 0. Calls with the same arguments give the same batches.
         column, split, config, long, context, engine: as for `harvest`.
 
     Raises:
-        SpecError: an argument is wrong. Errors that only the engine can find (SpecError,
-            ConfigError or FileError) are raised at the first batch. If the engine has died, the
-            error is a ScopeError.
+        SpecError: an argument is wrong. An error that only the engine can find is raised at the
+            first batch (SpecError, ConfigError or FileError). If the engine has died, the error is
+            a ScopeError.
     """
     from vllm_scope.feeds.messages import Settings
     from vllm_scope.feeds.start import start_feed
@@ -318,18 +321,19 @@ def sweep(
     progress: bool | Literal["map"] = True,
     share: float = 1.0,
 ) -> SweepTable:
-    """Make one edit for each chosen layer, position and head of each prompt, and measure the effect
-    of each edit on the next token.
+    """Measure how single edits of prompts' rows change the next token (docs/sweeps.md).
 
-    If an exception in `on_cell` or an interrupt ends the sweep, the sweep's requests end too.
+    The sweep makes one edit for each chosen layer, position and head of each prompt. If an
+    exception in `on_cell` or an interrupt ends the sweep, the sweep's requests end too.
 
     Args:
         llm: a vllm.LLM without running requests.
         prompts: a text, {"prompt_token_ids": [...]}, or a list of texts and such dicts.
         on_cell: a function that is called with each Cell when its value arrives, in any order.
-        progress: if True, show a progress bar. If "map", show the table in the notebook, with each
-            value when the value arrives. "map" needs vllm-scope[notebook].
-        share: the part of a step's sequences and tokens that cells can take, above 0 and at most 1.
+        progress: if True, show a progress bar. If "map", show the table in the notebook, and add
+            each value when it arrives. "map" needs vllm-scope[notebook].
+        share: the largest part of a step's sequences and tokens that the sweep can take, above 0
+            and at most 1.
 
     Raises:
         ConfigError: `progress` is "map", and anywidget is not installed.
@@ -352,11 +356,11 @@ async def sweep_async(
     progress: bool | Literal["map"] = True,
     share: float = 0.5,
 ) -> SweepTable:
-    """As `sweep`, on an AsyncLLM. The engine can serve other requests at the same time. If the call
-    is cancelled, the sweep's requests end.
+    """The same as `sweep`, on an AsyncLLM, which can serve other requests at the same time.
 
-    The arguments and the errors are those of `sweep`. While the engine has other requests, only a
-    few cells are sent at a time, and the engine has cells for about `share / 5` of the time.
+    The arguments and the errors are those of `sweep`. If the call is cancelled, the sweep's
+    requests end. While the engine has other requests, the sweep sends only a few edits at a time
+    and then pauses, so that it uses the engine for about `share / 5` of the time.
     """
     from vllm_scope.engine.frontend.sweep_runs import run_async
 

@@ -4,8 +4,9 @@ Owns:  ScopeConfig, its defaults and its checks.
 Runs:  in every process of an engine. The front-end also fills in defaults and `graph_key`.
 
 Promise: every option that changes the compiled graph is in `additional_config["scope"]`. This dict
-also has `graph_key`, a digest of the code of the tap. vLLM's key of the compile cache includes a
-hash of `additional_config`. Therefore an engine with taps never loads a graph that has no taps.
+also has `graph_key`, a digest of the code of the tap. The key of vLLM's compile cache contains a
+hash of `additional_config`. Therefore an engine never loads a graph with other taps, or without
+taps, from the cache.
 """
 
 from __future__ import annotations
@@ -48,25 +49,26 @@ class ScopeConfig(BaseModel):
     """The engine's options.
 
     Attributes:
-        sites: the sites that can be read and edited. Each site gets a tap in each of `layers`, even
-            if no request uses the site. (`embed` and `ln_final` are not in layers, and get one tap
-            each.) `ln_final` can be read and not edited.
+        sites: the sites that can be read and edited. Each site gets a tap (an op in the compiled
+            graph) in each of `layers`, even if no request uses the site. (`embed` and `ln_final`
+            are not in layers, and get one tap each.) `ln_final` can be read, but not edited.
         layers: the layers that have taps, or "all".
         arena_mib: device memory for rows that wait for their copy to the host. If `arena_mib` is
-            None, vllm-scope sets the size. On a GPU, the arena then has room for at least three
-            times the rows of the largest step with a CUDA graph.
+            None, vllm-scope sets the size. On a GPU, this memory then has room for at least three
+            times the rows of the largest step that runs as a CUDA graph.
         vectors_mib: device memory for the vectors of edits and probes of running requests. If this
             memory is full, a new request waits.
         states_mib: device memory for the states of gates (Gate.state). A gate with a state needs 12
             bytes for each token that its request can generate. If this memory is full, a new
             request waits.
-        monitors: an operator's probes on every request. The option maps a name to the fields of a
-            probe with a threshold (engine.monitors.parse; docs/monitors.md).
-        controller: the name of an entry point in the group `vllm_scope.controller`, for a server.
-            The entry point makes a Controller (docs/control.md).
+        monitors: probes that the operator runs on every request. The option maps a name to the
+            fields of a probe with a threshold (docs/monitors.md).
+        controller: for a server, the name of a Python entry point in the group
+            `vllm_scope.controller`. The entry point makes a Controller, which changes server-wide
+            edits (docs/control.md).
         scores_mib: host memory of each worker for scores of tokens whose KV is in the prefix cache.
-            A request that only probes uses the cached KV of tokens with stored scores. If
-            `scores_mib` is 0, no scores are stored, and a request that only probes computes all its
+            If a request has only probes, it can use the prefix cache for tokens whose scores are
+            stored. If `scores_mib` is 0, no scores are stored, and such a request computes all its
             tokens.
         modules: maps the name of a steering module to its file, which the engine loads at start.
         saes: maps the name of a sparse autoencoder to its file or folder (vllm_scope.saes).
@@ -82,14 +84,13 @@ class ScopeConfig(BaseModel):
             are applied.
         lenses_mib: device memory of each worker for the maps of `lenses`. If the maps need more,
             the engine does not start.
-        unembedding_mib: with tensor parallelism, device memory of the first rank for the other
-            ranks' parts of the unembedding. If these parts need more, the engine does not start. If
-            `unembedding_mib` is 0 and the engine uses tensor parallelism, requests cannot have a
-            lens.
-        lens_rows: the largest number of rows to which the lenses of one request are applied. The
-            number of rows is the number of layers times the number of selected tokens. Tokens that
-            the request can still generate also count. If `lens_rows` is 0, requests cannot have a
-            lens.
+        unembedding_mib: only for tensor parallelism, in which each rank has a part of the
+            unembedding. A lens needs all parts on the first rank. The option is the device memory
+            of the first rank for the other ranks' parts. If these parts need more, the engine does
+            not start. With tensor parallelism and the value 0, requests cannot have a lens.
+        lens_rows: the largest number of rows to which the lenses of one request are applied: the
+            number of layers times the number of selected tokens. Tokens that the request can still
+            generate also count. If `lens_rows` is 0, requests cannot have a lens.
         lens_rows_running: the same limit for all running requests together. A request that would
             exceed this limit waits. If no other request runs, the request does not wait.
         moments_mib: device memory of each worker for the sums of Moments. If a request's sums do
@@ -97,8 +98,8 @@ class ScopeConfig(BaseModel):
             request begins to run, its rows count as missing. If `moments_mib` is 0, requests cannot
             have Moments.
         deliver_timeout_s: two limits in seconds. If the rows of a finished request have not arrived
-            after `deliver_timeout_s`, the request is returned as incomplete. If a front-end does
-            not read for `deliver_timeout_s`, a worker continues without the front-end.
+            after `deliver_timeout_s`, the request is returned as incomplete. If a front-end reads
+            no rows for `deliver_timeout_s`, the workers stop waiting, and its rows are lost.
         road: the transport of rows from a worker to the front-end. "shared" is shared memory. "tcp"
             is encrypted TCP. "auto" is shared memory if a test at start succeeds, otherwise TCP.
         road_host: the address, or the name of the interface, at which the front-end listens for
@@ -109,8 +110,9 @@ class ScopeConfig(BaseModel):
             or is a list of names (`control.policy_options`).
         sinks: maps the name of a sink to its options (`sinks.options`). Reads can name these sinks,
             in addition to `memory`.
-        global_sinks: sinks in the form of `sinks`, with `reads` that are added to every request.
-        graph_key: identifies the code that is traced into the model's graph. Set by vllm-scope.
+        global_sinks: sinks that get rows of every request. The form is that of `sinks`. Each of
+            them also has `reads`, which are added to every request.
+        graph_key: a text that identifies the code of the taps. vllm-scope sets this option.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -156,7 +158,7 @@ class ScopeConfig(BaseModel):
     def _sane_layers(cls, came: Any, parse: ValidatorFunctionWrapHandler) -> Any:
         try:
             layers = parse(came)
-        except ValidationError:  # pydantic reports an error for each of the two types
+        except ValidationError:  # pydantic has an error for each type of the union
             layers = ()
         if layers == "all":
             return layers
@@ -206,7 +208,7 @@ class ScopeConfig(BaseModel):
                 where = f"{option}[{name!r}]"
                 if isinstance(one, Mapping):
                     paths |= {f"{where}.{field}": one.get(field) for field in ("path", "file")}
-                elif option != "monitors":  # a monitor in another form is refused later
+                elif option != "monitors":  # engine.monitors refuses other forms of a monitor
                     paths[where] = one
         for where, path in paths.items():
             if isinstance(path, str) and not Path(path).exists():
@@ -237,7 +239,7 @@ class ScopeConfig(BaseModel):
         return tuple(site for site in ATTENTION_SITES if site in self.sites)
 
     def boundaries(self, num_layers: int) -> tuple[int, ...]:
-        """The boundaries that carry a tap.
+        """The boundaries (numbers of places in the model, request.sites) that carry a tap.
 
         Raises:
             ConfigError: `layers` has a layer that the model does not have.

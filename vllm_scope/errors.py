@@ -11,8 +11,8 @@ ScopeError
                  cannot be read or written
 
 A message says what is wrong. Where possible, the message also names the given value, the allowed
-values, and the next step for the caller. The functions `checked_...` check one value each. All
-parts of the package use these functions.
+values, and the next step for the caller. All parts of the package use the functions `checked_...`
+to check single values.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def checked_ending(path: str | PathLike[str], *endings: str) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """One line that says why another library failed. Usually this is the first line of the error's
-    text, or the name of the error's class if the text is empty."""
+    """One line that says why another library failed. For most errors, this is the first line of the
+    error's text, or, if the text is empty, the name of its class."""
     details = getattr(error, "errors", None)
     text = str(error)
     if "cached snapshot folder" in text:  # Hugging Face's advice is about its own functions
@@ -119,8 +119,8 @@ class CapacityError(ScopeError):
 
 
 class UnheldError(CapacityError):
-    """EngineCore does not have vectors that a request names by their digests. If the caller sends
-    the request again, the front-end also sends the vectors."""
+    """A request names vectors by their digests, and EngineCore does not have them. If the caller
+    sends the request again, the front-end sends the vectors with it."""
 
 
 class CompatError(ScopeError):
@@ -128,8 +128,8 @@ class CompatError(ScopeError):
 
 
 class FileError(ScopeError):
-    """A file is damaged, is not a file of this package, or cannot be read or written. Or the
-    content of files does not fit the arguments of a call."""
+    """A file is damaged, is not a file of this package, or cannot be read or written. This error
+    also means that the content of files does not fit the arguments of a call."""
 
 
 @contextmanager

@@ -4,9 +4,14 @@ Owns:  Admission, Ranges.
 Runs:  in EngineCore, on the scheduler's thread.
 From:  program.held, engine.core.scheduler (the caller).
 
-Promise: the tables have room for every request that Admission admits. Requests of one spec with the
-same programs share the entries of the tables, and equal vectors share one entry. In the tables,
-requests with few operations also share equal programs, but Admission does not rely on this.
+Each worker has device tables with the operations (programs) and vectors of the running requests. A
+table has a fixed number of entries.
+
+Promise: the device tables of the workers have room for every request that Admission admits.
+Requests with equal specs and equal programs share table entries, and requests with equal vectors
+share the entries of these vectors. Admission counts shared entries one time. The tables also share
+equal programs of requests with few operations. Admission ignores this sharing, and so never counts
+too few entries.
 """
 
 from __future__ import annotations
@@ -62,23 +67,23 @@ def _names(line: Iterable[Waits], request_id: str) -> bool:
 
 
 class Admission(Generic[Waiting]):
-    """The entries of the workers' tables that requests use until their end.
+    """Counts the entries of the workers' device tables that running requests use.
 
-    If the tables have no room for a request, the request waits outside the scheduler. Waiting
-    requests are admitted in the order of their arrival. Requests with a lens have their own queue.
-    Therefore requests without a lens can enter while requests with a lens wait. If a request can
-    never fit, the front-end refuses the request.
+    A request enters the scheduler only when the tables have room for the request. Until then, the
+    request waits in a queue here. Waiting requests are admitted in the order of their arrival.
+    Requests with a lens have a queue of their own, so that other requests need not wait for them.
+    The front-end refuses a request that can never fit.
 
     Args:
         most: the number of entries of the tables.
-        num_logged: number of entries of the log of states.
+        num_logged: number of entries of the log, in which workers store the states of gates.
 
     Attributes:
         most: the number of entries of the tables.
         lines: the queue of waiting requests without a lens, and the queue of waiting requests with
             a lens.
         num_waited: number of requests that have waited so far.
-        held: the number of entries that are used or reserved.
+        held: the number of entries that requests use, or for which `admit` has reserved room.
     """
 
     def __init__(self, most: Cost, num_logged: int = 0) -> None:
@@ -89,11 +94,12 @@ class Admission(Generic[Waiting]):
         self.lines: tuple[deque[Waiting], deque[Waiting]] = deque(), deque()
         self.num_waited = 0
         self._held: dict[str, Held] = {}
-        #: `_sets` has the number of requests that use each `Held` (the programs of a request).
-        #: `_vectors` has the number of these `Held` that use each vector, by the vector's key.
+        #: A `Held` is the set of programs of a request. Requests with equal programs have equal
+        #: `Held`. `_sets` counts the requests of each `Held`. `_vectors` counts, for each vector's
+        #: key, the different `Held` that use the vector.
         self._sets: Counter[Held] = Counter()
         self._vectors: Counter[bytes] = Counter()
-        #: The `reserve` of each request, as in `admit`, by request id.
+        #: The argument `reserve` of `admit` for each request, by request id.
         self._reserved: dict[str, Cost] = {}
         self.held = Cost()
 
@@ -105,9 +111,9 @@ class Admission(Generic[Waiting]):
     def enter(
         self, request: Waiting, held: Held | None, num_logged: int = 0, reserve: Cost = NOTHING
     ) -> bool:
-        """Returns True if a new request can go to the scheduler now. Otherwise adds the request to
-        a queue. The arguments are the same as for `admit`. `held` is None for a request without
-        programs."""
+        """Returns True if a new request can go to the scheduler now. Otherwise, adds the request to
+        a queue and returns False. The arguments are those of `admit`. `held` is None if the request
+        has no programs in the tables."""
         line = self.lines[reserve.lens_rows > 0]
         if held is None:
             # If a piece of streamed input waits, later pieces of the same request must wait too.
@@ -123,7 +129,8 @@ class Admission(Generic[Waiting]):
         return False
 
     def take_out(self, request_ids: Collection[str] | None) -> list[Waiting]:
-        """Remove waiting requests from the queues. Returns these requests. None removes all."""
+        """Remove the waiting requests with these ids from the queues, and return these requests. If
+        `request_ids` is None, remove all waiting requests."""
         taken = [r for r in self.waiting if request_ids is None or r.request_id in request_ids]
         without, with_ = (deque(r for r in line if r not in taken) for line in self.lines)
         self.lines = without, with_
@@ -139,9 +146,12 @@ class Admission(Generic[Waiting]):
         """Allocate table entries for a request. Returns False if there is no room.
 
         Args:
-            held: the request's programs. A request that has entries already gets no more entries.
+            held: the request's programs. If the request already has entries, this call changes
+                nothing.
             num_logged: number of entries of the log that the request needs.
-            reserve: the entries for later changes of scales by a policy, and the rows of lenses.
+            reserve: the entries to keep free for the request's policy, which can change scales
+                later. `reserve` also has the number of rows to which the request's lenses are
+                applied.
         """
         if request_id in self._held:
             return True

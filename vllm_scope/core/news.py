@@ -1,14 +1,19 @@
 """The message that EngineCore sends to all workers with a step.
 
-Owns:  StepNews and Entrant (the message), the class `Told` (EngineCore's record of the specs and
-       vectors that the workers store), the class `Heard` (the specs and vectors of one worker).
-Runs:  the class `Told` in EngineCore, on the scheduler's thread. The class `Heard` in every worker,
-       on the main thread.
+Owns:  StepNews and Entrant (the message), `Told` (EngineCore's record of the specs and vectors that
+       the workers store), `Heard` (the specs and vectors that one worker stores).
+Runs:  `Told` runs in EngineCore, on the scheduler's thread. `Heard` runs in every worker, on the
+       main thread.
 From:  engine.core.entry (resolved requests).   To: engine.worker.worker.
+
+A spec is all actions of a request. In this file, specs are resolved: their names are replaced by
+what the names mean on this engine. Many requests can share a spec, and many specs can share a
+vector.
 
 Promise: all workers get the same news in the same order. Therefore EngineCore knows the specs and
 vectors that every worker stores, and does not send a stored spec or vector again. The memory for
-specs and vectors is bounded. A StepNews also names the specs and vectors that workers must drop.
+specs and vectors is bounded. If the memory is full, EngineCore chooses the specs and vectors that
+all workers drop, and names them in the StepNews.
 """
 
 from __future__ import annotations
@@ -29,7 +34,8 @@ from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.ticket import Recipient
 from vllm_scope.sinks.request import Ended
 
-#: Limits of a worker's memory in bytes, for specs with their vectors, and for vectors by digest.
+#: Limits of a worker's memory in bytes: for specs together with their vectors, and for the vectors
+#: that later specs can share.
 SPEC_BYTES, ARRAY_BYTES = 64 << 20, 64 << 20
 
 
@@ -37,16 +43,18 @@ class Entrant(msgspec.Struct, frozen=True):
     """A request that is new for the workers.
 
     Attributes:
-        recipient: the request's Recipient. None if only the server's edits or global sinks apply to
-            the request.
-        spec: the number of the request's spec, in the StepNews of this step or of an earlier step.
-        columns: `RequestProgram.columns` if the request has edits, probes, features or lenses, or
-            is unchecked. If not, empty.
+        recipient: the request's Recipient. None for a request without a spec of its own, to which
+            only server-wide edits or global sinks apply.
+        spec: the number of the request's spec. The StepNews of this step or of an earlier step has
+            the spec under this number.
+        columns: the result of `RequestProgram.columns`, from which a worker makes the request's
+            programs. Empty if the request has no edits, probes, features or lenses, and is not
+            `unchecked`.
         unchecked: True if the request can deliver more bytes in one step than its front-end has
-            checked. The causes can be server-wide edits, modules, global sinks and codecs.
-        logged: the request's range of the log of states.
-        scores: the digest of the probes if workers store the request's scores with its KV blocks.
-            Otherwise empty.
+            computed. Server-wide edits, steering modules, global sinks and codecs can be the cause.
+        logged: the request's part of the log, in which workers store the states of gates.
+        scores: if workers store the request's scores together with its KV blocks, the digest of the
+            request's probes. Otherwise empty.
         cached: hashes of the request's first blocks, whose KV comes from the cache. The workers
             already store the scores of these blocks.
         block_size: number of tokens of a block; 0 if `scores` is empty.
@@ -67,28 +75,30 @@ class StepNews(msgspec.Struct):
 
     Attributes:
         entrants: the requests that enter, by request id.
-        specs: the new specs in packed form, by the number of the spec. The specs contain the
-            server's edits and the reads of global sinks.
+        specs: the new specs in packed form, by the number of the spec. A spec also contains the
+            server-wide edits and the reads of global sinks.
         arrays: (shape, data) of each vector that the workers do not have, by digest.
         forgotten_specs, forgotten_arrays: the numbers of the specs and the digests of the vectors
             that workers drop after the entrants have entered.
         ended: for each ended request with sinks, the tokens that the scheduler has accepted, by
             request id.
         zeroed: KV blocks that the workers must zero before the step's forward.
-        filled: (number of the first new full block, hashes of all new full blocks) of each request
-            with new full blocks, by request id. A new full block was filled in an earlier step, or
-            is filled with this step. Workers store the scores of these blocks.
-        filled_at_end: the same as `filled`, for requests that have ended.
+        filled: by request id, the KV blocks that the request has filled, and whose scores the
+            workers must store now: (number of the first block, hashes of all these blocks). The
+            last of the blocks is filled in this step or in an earlier step.
+        filled_at_end: the same for requests that have ended.
         forgotten_scores: the keys of scores that workers drop.
-        resumed: by request id, the number of tokens of each request that has gates with states, and
-            that begins, or begins again after preemption.
-        begun: the names of the first stages that now have a verdict, by request id.
-        scales: the new scales that a request's policy has decided, by request id.
-        accepted: the number of accepted tokens of each running or ended request with Moments, by
-            request id.
+        resumed: by request id, the number of tokens of a request that begins now, or begins again
+            after preemption. Only requests with states of gates are in this dict.
+        begun: by request id, the names of the probes that have a verdict since the last step, and
+            for whose verdicts other probes wait.
+        scales: by request id, the new scales of edits that the request's policy has set.
+        accepted: by request id, the number of tokens that the scheduler has accepted. Only running
+            and ended requests with Moments are in this dict.
         resolved: the new specs before packing, by the number of the spec.
-        held: the held programs of entrants, by request id. `resolved` and `held` are for a worker
-            in EngineCore's process. A pickled StepNews does not contain `resolved` and `held`.
+        held: the programs of the entrants, by request id. A worker in EngineCore's process uses
+            `resolved` and `held`. A pickled StepNews, for workers in other processes, does not
+            contain them.
     """
 
     entrants: dict[str, Entrant] = {}
@@ -118,7 +128,7 @@ class StepNews(msgspec.Struct):
 
 
 def packed_of(asked: Resolved) -> tuple[Packed, dict[bytes, Array]]:
-    """The packed spec, and the vectors by digest. The result is cached in `asked`."""
+    """A spec in packed form, and its vectors by digest. The result is cached in `asked`."""
     known: tuple[Packed, dict[bytes, Array]] | None = asked.__dict__.get("_packed")
     if known is None:
         whole = tuple(getattr(asked, each.name) for each in fields(asked))
@@ -127,8 +137,8 @@ def packed_of(asked: Resolved) -> tuple[Packed, dict[bytes, Array]]:
 
 
 def digest_of(asked: Resolved) -> bytes:
-    """A digest of a spec. Equal specs have equal digests. If `know_digest` has set a digest,
-    returns that digest. Otherwise returns the digest of the packed spec."""
+    """The digest of a spec that `know_digest` has set, or else the digest of the packed spec. Equal
+    specs have equal digests."""
     known: bytes | None = asked.__dict__.get("_digest")
     return packed_of(asked)[0].digest if known is None else known
 
@@ -148,15 +158,15 @@ class Told:
     def __init__(self, here: bool = False) -> None:
         self._here = here
         self._numbers = itertools.count()
-        #: Each Resolved with its number, by the `id()` of the Resolved. This reference keeps the
-        #: Resolved alive. If the Resolved were freed, Python could give its `id()` to another
+        #: Each spec (Resolved) with its number, by the `id()` of the Resolved. The value contains
+        #: the Resolved itself, because Python can give the `id()` of a freed object to another
         #: object.
         self._specs: Remembered[int, tuple[Resolved, int]] = Remembered(SPEC_BYTES)
         self._arrays: Remembered[bytes, bool] = Remembered(ARRAY_BYTES)
 
     def number_of(self, asked: Resolved, news: StepNews) -> int:
-        """The number of a spec. If the workers do not have the spec, the spec is added to `news`.
-        The vectors that the workers do not have are also added to `news`."""
+        """The number of a spec. If the workers do not have the spec, adds the spec to `news`,
+        together with those of its vectors that the workers do not have."""
         known = self._specs.get(id(asked))
         if known is not None:
             return known[1]

@@ -1,11 +1,12 @@
 """The engine's steering modules by name, server-wide edits, and vectors that were sent ahead.
 
 Owns:  Registry.
-Runs:  in EngineCore, because EngineCore gets every request and every change. Any thread.
+Runs:  in EngineCore, because EngineCore gets every request and every change. On any thread.
 From:  vectors (modules as bytes), request.ticket.   To: engine.core.entry.
 
-Promise: EngineCore resolves a request one time, when the request enters. If modules or the server's
-edits change later, the request does not change. Keys of KV blocks depend on content, not on names.
+Promise: EngineCore looks up the modules and server-wide edits of a request one time, when the
+request enters. Later changes do not affect the request. The keys of KV blocks depend on the content
+of modules, and not on their names.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from vllm_scope.vectors import SteeringModule, from_bytes
 from vllm_scope.vectors.module import VectorKey
 
 MAX_MODULES = 4096
-#: The selectors that server-wide edits can have.
+#: The values that `tokens` of a server-wide edit can have.
 TIERS = ("all", "prompt", "generated")
 
 
@@ -38,7 +39,8 @@ class Registry:
         names: the digest of each module, by the module's name.
         server: digest of the server-wide edits, or None if there are no server-wide edits.
         server_text: the spec of the server-wide edits, as the caller sent it.
-        ahead: vectors that tickets name by digest.
+        ahead: vectors that front-ends have sent before the requests that use them. Tickets name
+            these vectors by digest.
     """
 
     def __init__(self, sites: Sites) -> None:
@@ -56,7 +58,7 @@ class Registry:
         self.ahead = SentAhead()
 
     def know(self, sites: Sites) -> None:
-        """Set the sites for which specs are resolved from now on."""
+        """Replace the engine's sites, for which specs are resolved."""
         with self._lock:
             self._sites, self._meanings = sites, Meanings(sites)
 
@@ -112,8 +114,9 @@ class Registry:
         self._meanings.forget()
 
     def modules(self) -> dict[str, dict[str, Any]]:
-        """By the name of a module: {"digest": ..., "streams": ...}. `streams` contains
-        [site, layer] or [site, layer, tier] for each vector."""
+        """For each module, by name: {"digest": ..., "streams": ...}. `streams` has [site, layer]
+        for each vector, or [site, layer, tier] for a vector that applies only to "prompt" or only
+        to "generated" tokens (the tier)."""
         return {
             name: {"digest": digest, "streams": [list(s) for s in self._vectors[name]]}
             for name, digest in self.names.items()
@@ -216,14 +219,15 @@ class Registry:
 
     def _own(self, ticket: Ticket) -> Resolved:
         arrays = _Held(ticket.own_arrays(), self.ahead.arrays)
-        # The version is the number of changes of modules, and not the digests of the modules,
-        # because a spec can name a thousand modules.
+        # Resolved specs are cached by the spec and this version. The version is the number of
+        # changes of modules. To compare the digests of modules would take longer, because a spec
+        # can name a thousand modules.
         version = (self._num_changes,) if ticket.modules else ()
         return self._meanings.of(ticket.spec, arrays, self._vectors, version)
 
 
 class _Held(ChainMap[bytes, Array]):
-    """The vectors that a ticket can name by digest."""
+    """The vectors that a ticket can name by digest: its own vectors and the vectors sent ahead."""
 
     def __missing__(self, digest: bytes) -> Array:
         raise UnheldError(

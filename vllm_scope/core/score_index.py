@@ -4,12 +4,13 @@ Owns:  ScoreIndex.
 Runs:  in EngineCore, on the scheduler's thread.
 From:  engine.core.scheduler.   To: news (the scores that workers store and drop).
 
-If the scores of a block's tokens are known, a request that only probes can use the block's KV from
-the prefix cache. Two requests with the same block hash and the same probes have the same scores.
-The block hash covers all tokens up to the end of the block, and all edits of these tokens. The
-workers store scores by the pair (block hash, digest of the probes). EngineCore decides which scores
-the workers store. Therefore EngineCore knows the stored scores. The memory for scores has a limit.
-If the limit is exceeded, the scores that were used longest ago are dropped first.
+A KV block holds the keys and values of a fixed number of tokens. If the workers store the scores of
+a block's tokens, a later request with the same probes can use the block from the prefix cache, and
+still gets its scores. The workers store scores by the pair (block hash, digest of the probes). The
+block hash covers all tokens up to the end of the block, and all edits of these tokens. Therefore
+the scores of two blocks with the same pair are equal. EngineCore decides which scores the workers
+store and drop, and so knows the stored scores. If the scores exceed a limit in bytes, the scores
+that were used longest ago are dropped first.
 """
 
 from __future__ import annotations
@@ -20,64 +21,65 @@ from itertools import repeat, takewhile
 
 from vllm_scope.request.remembered import Remembered
 
-#: The estimated sum of the memory for one block in EngineCore and in a worker, in bytes, without
-#: the block's scores.
+#: The estimated memory for one block in bytes, in EngineCore and in a worker together, without the
+#: block's scores.
 _BLOCK_BYTES = 512
-#: Requests that began together fill their blocks in the same steps. On the host of an H100, the
-#: scheduler needed 7 ms to send news of the blocks of 256 requests in one step. Therefore the
-#: requests take turns, in different steps. From the known tokens of a request, the scheduler
-#: estimates the step that fills the next block. The news of a block of generated tokens is sent 0
-#: to TURNS - 1 steps after this step. With async scheduling, the known tokens are up to two steps
-#: old, so that the estimate can be two steps late. The news is then sent up to TURNS + 1 steps
-#: after the step that fills the block.
+#: The turn of a request is a number from 0 to TURNS - 1. The news of a block of generated tokens is
+#: sent this number of steps after the block is full. Without turns, requests that began together
+#: would send their news in the same step. On the host of an H100, the scheduler needed 7 ms for the
+#: blocks of 256 requests in one step. From a request's known tokens, the scheduler estimates the
+#: step that fills the next block. With async scheduling, the known tokens are up to two steps old,
+#: so that the estimate can be two steps late. The news is then sent up to TURNS + 1 steps after the
+#: block is full.
 TURNS = 8
-#: The number of ended requests whose blocks are marked as used in each step. If more than TURNS *
-#: ENDS_A_STEP ended requests wait, the blocks of 1 / TURNS of the waiting requests are marked.
-#: Without this limit, on the host of an H100, the marking of the blocks of 128 requests that ended
-#: together delayed the last outputs by 3 ms.
+#: When a request has ended, its blocks are marked as used. In each step, EngineCore marks the
+#: blocks of this number of ended requests. If more than TURNS * ENDS_A_STEP ended requests wait,
+#: EngineCore marks the blocks of 1 / TURNS of them in each step. Without this limit, 128 requests
+#: that ended together delayed the last outputs by 3 ms (on the host of an H100).
 ENDS_A_STEP = 4
-#: If the scores of the ended requests' unmarked blocks take more than 1 / WAITING of `most_bytes`,
-#: all these blocks are marked.
+#: If the blocks of ended requests that are not marked yet have scores of more than `most_bytes` /
+#: WAITING, EngineCore marks all these blocks at once.
 WAITING = 8
 #: The key of a block's scores: (block hash, digest of the probes).
 ScoreKey = tuple[bytes, bytes]
 
 
 class ScoreIndex:
-    """The blocks whose scores the workers store.
+    """Decides which blocks' scores the workers store, and when the workers get the news.
 
     Args:
         block_size: number of tokens of a block with a hash.
         most_bytes: limit of the bytes of all scores.
-        step_tokens: the same number as `Sites.step_tokens`.
+        step_tokens: the largest number of positions of one request in a decode step.
     """
 
     def __init__(self, block_size: int, most_bytes: int, step_tokens: int = 1) -> None:
         self.block_size, self._step_tokens = block_size, step_tokens
         self._known: Remembered[ScoreKey, bool] = Remembered(most_bytes)
-        #: How many blocks, from the first on, were cached or filled, by id of a running request.
+        #: For each running request, by id: how many of its blocks are already full. The request has
+        #: filled these blocks, or has them from the prefix cache.
         self._told: dict[str, int] = {}
         #: For each running request with filled blocks, by id: (hashes of the request's blocks,
         #: digest of its probes, bytes of the scores of one block).
         self._chains: dict[str, tuple[Sequence[bytes], bytes, int]] = {}
-        #: How many tokens, from the first on, can have stored scores, by id of a running request.
-        #: Requests that `freeze` does not limit are not in this dict.
+        #: For a running request that `freeze` limits, by id: the number of its first tokens whose
+        #: scores are stored.
         self._frozen: dict[str, int] = {}
-        #: The number of steps by which the news of a request's blocks of generated tokens is
-        #: delayed, by the id of a running request. `_last_turn` is this number for the request that
-        #: began last.
+        #: The turn (TURNS) of each running request, by id. `_last_turn` is the turn of the request
+        #: that began last.
         self._turns: dict[str, int] = {}
         self._last_turn = 0
-        #: The blocks for which no news was sent, in the form that `fill` returns, by the id of an
-        #: ended request.
+        #: By the id of an ended request: the blocks that the workers do not know of yet, in the
+        #: form that `fill` returns.
         self._ended: dict[str, tuple[int, list[bytes]]] = {}
         #: For each ended request whose blocks are not marked as used yet: (hashes of its blocks,
         #: digest of its probes, bytes of the scores of all its blocks).
         self._ended_chains: deque[tuple[Sequence[bytes], bytes, int]] = deque()
         #: The sum of the bytes in `_ended_chains`.
         self._ended_bytes = 0
-        #: `_step` is the number of steps so far. `_due` has the requests that `due` can return in
-        #: each step. `_due_at` has the step in which `due` returns a request, by request id.
+        #: `_step` is the number of steps so far. `_due_at` has, by request id, the step in which
+        #: `due` returns the request. `_due` has the requests by this step, and also requests whose
+        #: step has changed since.
         self._step = 0
         self._due: dict[int, dict[str, None]] = {}
         self._due_at: dict[str, int] = {}
@@ -89,7 +91,8 @@ class ScoreIndex:
         return list(self._told)
 
     def begin(self, request_id: str, num_cached: int) -> None:
-        """Store a request's scores, except for the first `num_cached` blocks, from now on."""
+        """From now on, store the scores of a running request. Its first `num_cached` blocks come
+        from the prefix cache, and their scores are stored already."""
         self._told[request_id] = num_cached
         self._last_turn = (self._last_turn + 1) % TURNS
         self._turns[request_id] = self._last_turn
@@ -104,14 +107,13 @@ class ScoreIndex:
         return [r for r in found if self._due_at.get(r) == self._step]
 
     def look_again(self, request_id: str, num_tokens: int) -> None:
-        """Set the step in which `due` returns a request again. If the next block needs fewer than
-        `step_tokens` more tokens, this is the next step. Otherwise, it is the request's turn after
-        the steps that can fill the block. If scores of the block must not be stored (`freeze`),
-        `due` does not return the request again.
+        """Choose the step in which `due` returns a request again. If the next block needs fewer
+        than `step_tokens` more tokens, this is the next step. Otherwise, it is the first step that
+        can fill the block, plus the request's turn (TURNS). If scores of the block must not be
+        stored (`freeze`), `due` does not return the request again.
 
         Args:
-            num_tokens: the number of known tokens, to which a step adds at most `step_tokens`
-                tokens.
+            num_tokens: the number of the request's known tokens. A step adds at most `step_tokens`.
         """
         full = self._next_full(request_id)
         if self._frozen.get(request_id, full) >= full:
@@ -124,15 +126,16 @@ class ScoreIndex:
         self._due_at[request_id] = step
 
     def num_known(self, hashes: Sequence[bytes], probes: bytes) -> int:
-        """The number of blocks of a request before the first block without scores."""
+        """The number of blocks from the first on whose scores the workers store. Marks these blocks
+        as used."""
         known = list(takewhile(self._known.__contains__, zip(hashes, repeat(probes))))
-        # The blocks are marked as used in reverse order, because the end of a chain of blocks must
-        # be dropped before the beginning. The end is useless without the beginning.
+        # The last block is marked first, so that it is also dropped first. Scores of a later block
+        # are useless without the scores of the blocks before it.
         self._known.use(reversed(known))
         return len(known)
 
     def num_told(self, request_id: str) -> int | None:
-        """How many blocks, from the first on, were cached or filled. None before `begin`."""
+        """The number of the request's blocks that are already full. None before `begin`."""
         return self._told.get(request_id)
 
     def may_fill(self, request_id: str, num_tokens: int) -> bool:
@@ -147,7 +150,8 @@ class ScoreIndex:
         self, request_id: str, hashes: Sequence[bytes], num_tokens: int, probes: bytes,
         token_bytes: int,
     ) -> tuple[int, list[bytes]] | None:  # fmt: skip
-        """Record the blocks that a request has filled.
+        """Record the blocks that a request has filled since the last call, so that workers store
+        their scores.
 
         Args:
             hashes: hashes of the request's blocks so far. The list itself is stored, not a copy.
@@ -165,7 +169,7 @@ class ScoreIndex:
         size = self.block_size * token_bytes + _BLOCK_BYTES
         self._told[request_id], self._chains[request_id] = stop, (hashes, probes, size)
         found = list(hashes[first:stop])
-        for one in reversed(found):  # in reverse order, as explained in `num_known`
+        for one in reversed(found):  # in reverse order, as in `num_known`
             self._forgotten += [key for key, _ in self._known.put((one, probes), True, size)]
         return first, found
 
@@ -176,15 +180,16 @@ class ScoreIndex:
             self._frozen.setdefault(request_id, num_tokens)
 
     def lose(self, keys: Iterable[ScoreKey]) -> None:
-        """Record the keys of scores that a worker does not have. With the next news, all workers
-        drop these scores. (Workers of other pipeline stages store a part of each score.) A late
-        report can also name scores that were stored again after the loss."""
+        """Record that a worker has lost the scores with these keys. With the next news, all workers
+        drop these scores, because workers of other pipeline stages can still have their parts of
+        the scores. The report can be late, and can name scores that were stored again after the
+        loss."""
         lost = set(keys)
         self._known.discard(lost)
         self._forgotten += lost
 
     def clear(self) -> None:
-        """Drop all scores, because the model's weights have possibly changed."""
+        """Drop all scores. Called when the model's weights can have changed."""
         self._forgotten += [key for key, _ in self._known.clear()]
         self._ended_chains.clear()
         self._ended_bytes = 0
@@ -198,14 +203,14 @@ class ScoreIndex:
         return bool(self._forgotten or self._ended)
 
     def take_ended(self) -> dict[str, tuple[int, list[bytes]]]:
-        """The blocks for which no news was sent while the request ran, by the id of an ended
-        request. The method returns each block only one time."""
+        """By the id of an ended request: the blocks that were not in the news while the request
+        ran. Each block is returned only one time."""
         found, self._ended = self._ended, {}
         return found
 
     def take_forgotten(self) -> list[ScoreKey]:
-        """Return the keys of scores that workers must drop. The method returns each key only one
-        time. The method leaves out the keys of scores that were stored again."""
+        """The keys of scores that workers must drop, without the keys of scores that were stored
+        again. Each key is returned only one time."""
         found, self._forgotten = self._forgotten, []
         return [key for key in found if key not in self._known]
 
@@ -230,9 +235,9 @@ class ScoreIndex:
                 self._use_ended(len(self._ended_chains))
 
     def _use_ended(self, count: int) -> None:
-        """Mark the blocks of some ended requests as used. A request fills its blocks from first to
-        last. Therefore the last block counts as used last until this call, in which `num_known`
-        reverses the order."""
+        """Mark the blocks of `count` ended requests as used, by `num_known`. A request fills its
+        first block first, so that the last block would be dropped last. `num_known` reverses this
+        order."""
         for _ in range(min(count, len(self._ended_chains))):
             hashes, probes, num_bytes = self._ended_chains.popleft()
             self._ended_bytes -= num_bytes

@@ -10,9 +10,9 @@ front-ends need the memory. If there is no free memory, EngineCore drops the vec
 front-end that sent its vectors longest ago. (EngineCore gets no message if a front-end dies.) A
 front-end names a vector by its digest only after `replace` has returned the digest. After a
 front-end has sent other vectors, its tickets name only the new vectors. Messages of one front-end
-arrive in order. Therefore EngineCore has a ticket's vectors, except if EngineCore has dropped the
-vectors for other front-ends. If a vector was dropped, EngineCore refuses the request (UnheldError),
-and the front-end sends the vectors again.
+arrive in order. Therefore EngineCore has all vectors that a ticket names, unless EngineCore has
+dropped them to make room for another front-end. If a vector was dropped, EngineCore refuses the
+request (UnheldError), and the front-end sends the vectors again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class SentAhead:
     """The vectors by digest, and the front-ends that have sent each vector.
 
     Attributes:
-        arrays: the vectors, by digest. A vector stays the same object until the vector is dropped.
+        arrays: the vectors, by digest. If two front-ends send equal vectors, the first object
+            stays.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
@@ -51,7 +52,7 @@ class SentAhead:
         that another front-end has also sent.
 
         Returns:
-            The digests of the stored vectors. The remaining vectors would exceed the limit.
+            The digests of the stored vectors. Vectors that would exceed the limit are not stored.
         """
         self._sent.pop(frontend, None)
         held = self._that_fit(arrays)

@@ -5,10 +5,10 @@ Runs:  in EngineCore. Requests enter on one thread. Another thread begins reques
 From:  engine.core.entry, engine.core.scheduler (callers).   To: batch.sums (bytes of sums).
 
 Promise: the sums in a SumsRoom fit into `moments_mib`, and all sums of one name have the same
-options. Sums can be dropped after a request has entered and before the request begins. Therefore
-EngineCore allocates room for a request again when the request begins. If other requests have used
-the room or the name before that time, the request still runs, and the workers count its rows as
-missing. The room of sums is freed when the sums are dropped, and not when a request ends.
+options. A SumsRoom allocates room when a request enters, and again when the request begins, because
+a caller can drop the sums in between. If other requests have taken the room or the name in the
+meantime, the request still runs, and the workers count its rows as missing. Sums outlive their
+requests: their room is freed only when a caller drops them.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ class SumsRoom:
         self._sites, self._most = sites, int(most_mib * 2**20)
         self._itemsize = 4 if sites.dtype == "float32" else 2
         self._lock = threading.Lock()
-        #: The options of the sums with each name: (True if the sums have a covariance, True if the
-        #: sums have targets).
+        #: By the name of sums: (True if the sums have a covariance, True if they have a target).
         self._kinds: dict[str, tuple[bool, bool]] = {}
-        #: By the name of the sums, and then by (`Place`, label), the bytes of these sums.
-        #: `num_bytes` is the number of bytes of all sums.
+        #: The bytes of each sum, by the name and then by (`Place`, label). `num_bytes` is the
+        #: number of bytes of all sums.
         self._known: dict[str, dict[tuple[Place, str], int]] = {}
         self.num_bytes = 0
 
@@ -70,8 +69,8 @@ class SumsRoom:
             self.num_bytes += sum(new.values())
 
     def enter_again(self, asked: tuple[ResolvedMoments, ...]) -> None:
-        """Call `enter` again for a request that begins, because its sums have possibly been dropped
-        after the request entered. A refusal is logged, and not raised."""
+        """Call `enter` again when a request begins, because its sums can have been dropped since it
+        entered. Errors are logged, and not raised."""
         try:
             self.enter(asked)
         except ScopeError as error:

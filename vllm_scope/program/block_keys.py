@@ -1,13 +1,15 @@
 """The keys under which vLLM finds the KV of edited tokens.
 
-Owns:  BlockKeys, and a cache that says which tokens of a block the edits pick.
+Owns:  BlockKeys, and a cache of the tokens that the edits pick in each block.
 Runs:  in EngineCore, when vLLM hashes a request's blocks. numpy, no torch.
 From:  request.resolve (the edits).   To: engine.core.entry.
 
+A KV block holds the keys and values of some adjacent tokens. vLLM computes a block's hash from its
+tokens, the hash of the block before, and the key that this module adds.
+
 Promise: two requests share the KV of a block only if two conditions are met. First, the same edits
-apply to the same tokens of this block and of all earlier blocks (in vLLM, a block's key contains
-the key of the block before). Second, if the block has generated tokens, the states of the edits'
-gates began at the same position.
+apply to the same tokens of this block and of all earlier blocks. Second, if the block has generated
+tokens, the states of the edits' gates began at the same position.
 """
 
 from __future__ import annotations
@@ -26,22 +28,23 @@ from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.resolved import ResolvedEdit
 from vllm_scope.request.selectors import Ids, Tokens, Word
 
-#: If the edits of a request have more parts (`_parts`) than MOST_EDITS, this module keeps no _Block
-#: of the request in host memory. vLLM's cache of KV blocks does not depend on this number.
+#: If the edits of a request have more than MOST_EDITS parts (`_parts`), this module does not cache
+#: the request's _Block objects. vLLM's cache of KV blocks does not depend on this number.
 MOST_EDITS = 8
-#: The largest number of bytes of all entries of the cache, and of one entry. An entry is a _Blocks,
+#: The largest number of bytes of the whole cache, and of one entry. An entry is a _Blocks object,
 #: for one tuple of picks and one prompt length.
 REMEMBERED_BYTES, MOST_BYTES = 16 << 20, 1 << 20
-#: The measured bytes of a _Blocks without its picks, and of a _Block without its text.
+#: Measured bytes: of a _Blocks object without its picks, and of a _Block without its text.
 _BLOCKS_BYTES, _BLOCK_BYTES = 1024, 640
 
 
 def _parts(edit: ResolvedEdit, num_prompt: int) -> Iterator[tuple[Pick, bytes]]:
-    """Yield pairs of a Pick (the tokens that the edit picks) and a digest of the edit's effect on
-    these tokens.
+    """Yield the parts of an edit. A part is a Pick (a rule that picks tokens), and a digest of the
+    edit's effect on the picked tokens. Most edits have one part.
 
-    At a prompt token, the state of a gate has no effect. At a generated token, the state depends on
-    all earlier generated tokens, and therefore on the position of the first generated token.
+    An edit whose gate has a state can have two parts. At prompt tokens, the state has no effect. At
+    a generated token, the state depends on all earlier generated tokens, and therefore on the
+    position of the first generated token.
     """
     if edit.stateless is None:
         yield Pick(edit.tokens, "edit", edit.positions), edit.digest
@@ -57,7 +60,8 @@ class _Block(NamedTuple):
     """Which tokens of one block the edits of a request pick.
 
     Attributes:
-        here: [number of parts of the edits], True for a part that picks tokens of the block.
+        here: [number of parts of all edits], True for a part that picks at least one token of the
+            block.
         text: bytes that are equal for two blocks only if the parts in `here` pick the same tokens
             in both blocks. Empty if no part picks a token.
     """
@@ -67,8 +71,8 @@ class _Block(NamedTuple):
 
 
 class _BlocksKey(NamedTuple):
-    """The key of a _Blocks object. If the picks of two requests use no token ids and their keys are
-    equal, the edits pick the same tokens in both requests."""
+    """The key of a _Blocks object. If two requests have equal keys, and their picks use no token
+    ids, their edits pick the same tokens."""
 
     picks: PicksKey
     num_prompt: int
@@ -98,7 +102,8 @@ class _Blocks:
         """Cache a _Block, if this object has room for the _Block."""
         with self._lock:
             size = self._num_bytes + _BLOCK_BYTES + len(block.text)
-            # If the cache has dropped this object, its bytes are not counted, and nothing is added.
+            # If the cache has dropped this object, the cache does not count its bytes. Then nothing
+            # is added to this object.
             if size <= MOST_BYTES and _known.get(self._key) is self:
                 self._known[start, stop], self._num_bytes = block, size
                 _known.put(self._key, self, size)
@@ -113,8 +118,8 @@ class _Edited:
     Attributes:
         uniform: True if the picks depend only on the phase (prompt or generated).
         sees_ids: True if the picks also depend on the prompt's token ids.
-        shared: True if the picks are few, use no token ids and name few positions. Each _Block is
-            then kept in host memory for other requests.
+        shared: True if there are few picks, which use no token ids and name few positions. Each
+            _Block is then cached for other requests.
     """
 
     def __init__(self, given: tuple[Pick, ...]) -> None:
@@ -134,14 +139,14 @@ class _Edited:
         """The _Block of positions `start` to `stop` - 1.
 
         Args:
-            prompt_ids: the prompt's token ids. The array can be empty if `sees_ids` is False.
+            prompt_ids: the prompt's token ids. If `sees_ids` is False, the array can be empty.
         """
         positions = np.arange(start, stop, dtype=np.int64)
         if self.sees_ids:
             tokens = Tokens.running(positions, num_prompt, prompt_ids)
         else:
             tokens = Tokens(positions, num_prompt, np.full(len(positions), -1, np.int64), None)
-        #: The number of each distinct set of picked tokens, counted from 1.
+        #: The distinct sets of tokens that picks select in this block, numbered from 1.
         numbers: dict[bytes, int] = {}
         of_picks = np.zeros(len(self._picks), "<u4")
         for i, pick in enumerate(self._picks):
@@ -161,8 +166,9 @@ class BlockKeys:
     """The keys of one request's blocks.
 
     Args:
-        own: bytes that no other request has, if a policy sets scales of generated tokens, because
-            no other request may use blocks with these tokens. Empty if no policy sets scales.
+        own: empty, or bytes that no other request has. The bytes are needed if a policy can change
+            the scales of edits at generated tokens. Then no other request may use blocks with
+            generated tokens of this request.
         shared: Resolved.shared, a cache for all requests of the spec. If None, there is no cache.
     """
 
@@ -187,7 +193,8 @@ class BlockKeys:
 
     def key(self, start: int, stop: int) -> bytes | None:
         """The key of the block at the positions `start` to `stop` - 1. None if no edit picks a
-        token of the block, except for a block with generated tokens if `own` is not empty."""
+        token of the block. If `own` is not empty, a block with generated tokens always has a key.
+        """
         found = self._of_edits(start, stop)
         return (found or b"") + self._own if self._own and stop > self._num_prompt else found
 

@@ -1,8 +1,16 @@
 """The programs of a spec. The values of the spec's picks for a token determine the token's program.
 
-Owns:  Compiled, the limits of one request, and the memory that holds built programs.
+Owns:  Compiled, the limits of one request, and the cache of built programs.
 Runs:  in workers, in EngineCore and in the front-end. numpy, no torch.
 From:  compiler (makes a Compiled from actions), picks.   To: operations (builds the programs).
+
+A program is the list of operations that taps run on one token's row. A pick is a selector and its
+use, which is to edit or to deliver (program.picks). For each token, a pick has a value, which is 0
+if the pick does not select the token. A column is the values of all picks for one token.
+
+Places in the model are numbers (request.sites). A boundary is a place that can have a tap. The
+edits of up to two sites apply at one boundary, as group 0 and then group 1. A row can be read
+before, between and after these groups: each of these is a point.
 
 Promise: a request that exceeds the limits is refused before any of its programs is built.
 """
@@ -40,19 +48,19 @@ from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.sites import LEVELS
 
 #: Limits of one request: the number of distinct programs, and the number of operations in all
-#: programs. The thread that launches the model must write the programs to the device's tables. If
-#: the request edits, or if taps score its rows, the thread writes all programs before the first
-#: step. The writes take 0.3 us for each operation. For a request that only reads, each program is
-#: written in the step that needs the program. The writes then take 15 us for each program and 1.3
-#: us for each operation.
+#: programs. The reason is the time of the thread that launches the model, which writes the programs
+#: to the device's tables. If the request edits, or if taps score its rows, the thread writes all
+#: programs before the first step. This takes 0.3 us for each operation. If the request only reads,
+#: the thread writes a program in the first step that needs it. This takes 15 us for each program
+#: and 1.3 us for each operation.
 MOST_PROGRAMS, MOST_OPS = 1024, 1 << 14
 MOST_PROGRAMS_WITH_EDITS, MOST_OPS_WITH_EDITS = 512, 1 << 13
 #: The largest number of bytes of programs that this process keeps, for all specs together.
 REMEMBERED_BYTES = 64 << 20
 _PROGRAM_BYTES, _OP_BYTES = 2048, 256
 
-#: The largest number of entries of Compiled.counts, and the largest numbers of edits and of columns
-#: of a request with an entry.
+#: Limits of the cache Compiled.counts: the number of its entries, and the numbers of edits and of
+#: columns of a request that can have an entry.
 MOST_COUNTS, MOST_COUNTED_EDITS, MOST_COUNTED = 8, 8, 64
 
 #: The values of all picks of a spec (Pick.values) for one token, [num_picks].
@@ -60,15 +68,16 @@ Column = NDArray[np.int32]
 
 
 def as_columns(columns: Collection[bytes]) -> NDArray[np.int32]:
-    """The array [num_picks, num_columns] of the columns with these bytes."""
+    """The columns with these bytes, as one array [num_picks, num_columns]."""
     return np.frombuffer(b"".join(columns), np.int32).reshape(len(columns), -1).T
 
 
 class _Programs:
     """Limits the memory of all built programs. The least recently used programs are dropped first.
 
-    A Compiled holds its own programs. If the Compiled is freed, its programs are also freed. A
-    dropped program is built again when it is needed. Running requests keep their programs.
+    Each Compiled holds its own programs (`built`). When a Compiled is freed, its programs are freed
+    too. A dropped program is built again when a request needs it. A running request keeps its
+    programs, also if they are dropped here.
     """
 
     def __init__(self) -> None:
@@ -106,12 +115,12 @@ class CompiledEdit(NamedTuple):
 
     Attributes:
         pick: the index of the edit's pick in `Compiled.picks`.
-        at: the boundary of the edit's site, and the group of the edit at this boundary.
+        at: (boundary, group) of the edit's site.
         ops_of: a function that takes the pick's value and returns the edit's operations.
         num_ops: the number of the edit's operations, including the operations of its gate.
-        gate: for each operation of the edit's gate, the place (boundary, group) and the operation.
-            A gate with a state has two operations, and a gate without a state has one. Empty if
-            there is no gate.
+        gate: the operations of the edit's gate, each as ((boundary, group), operation). A gate with
+            a state has two operations, and a gate without a state has one. Empty if there is no
+            gate.
         values: the rows of a replacement. None for edits of other kinds.
     """
 
@@ -125,29 +134,31 @@ class CompiledEdit(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A spec's actions at some boundaries, compiled for any prompt. Requests with equal specs share
-    a Compiled.
+    """A spec's actions at some boundaries, from which the programs for any prompt can be built.
+    Requests with equal specs share a Compiled.
 
     Attributes:
-        reads: for each pair of a pick and a head that the actions need, the index of the pick, the
-            points that the request named, and the head (None for plain rows).
+        reads: the values that tokens deliver, as (index of a pick, points, head). A head is a
+            computation on rows, such as a codec. It is None for plain rows. There is one entry for
+            each pair of a pick and a head.
         edits: the edits, in the order in which they are applied.
-        check: the boundary at which every token of a request with edits is checked. None if
-            the request has no edits, or is checked on another pipeline stage.
-        rows: the result of `compiler.rows_of` for all actions that need rows.
+        check: the boundary at which a tap checks that the rows of a request with edits are finite.
+            None if the request has no edits, or if another pipeline stage makes the check.
+        rows: for each point that an action reads, the first point with the same row
+            (`compiler.rows_of`).
         banks: the result of Resolved.banks_on_rows.
-        scored: for each bank that taps compute, at each of its points, and for each pick of its
-            probes: the index of the pick, the point, and the operations that compute the bank's
-            numbers from the point's row.
-        of_phase: the program of all tokens of a phase. The first part of the key is False for
-            prompt tokens and True for generated tokens. The second part of the key is
-            RequestProgram.begun. This dict has entries only if all picks are uniform.
+        scored: the linear probes that taps compute, as (index of a pick, point, operations). The
+            operations compute the numbers of all these probes (a bank) from the row at the point.
+        of_phase: the program of all tokens of a phase, which is the prompt or the generated tokens.
+            The key is (True for generated tokens, RequestProgram.begun). This dict has entries only
+            if all picks are uniform, that is, if each pick selects all tokens of a phase or none.
         phase_columns: the column of all tokens of a phase, by the keys of `of_phase`.
-        built: the program of each column, by the column's bytes, while `programs` keeps the
-            program.
-        counts: for each tuple of columns, the number of programs, the number of operations, and the
-            indices of the edits that apply in at least one column. Empty if `_few` is False. Specs
-            of one outline (request.outline) share this dict.
+        built: the program of a column, by the column's bytes. `programs` removes entries if memory
+            is short.
+        counts: for a tuple of columns: (number of programs, number of operations, indices of the
+            edits that apply in at least one column). Empty if `_few` is False. Specs of one outline
+            share this dict. (Specs of one outline differ only in the layers, vectors and numbers of
+            their edits.)
     """
 
     picks: tuple[Pick, ...]
@@ -163,8 +174,8 @@ class Compiled:
     counts: dict[tuple[bytes, ...], tuple[int, int, tuple[int, ...]]] = field(default_factory=dict)
 
     def with_edits(self, edits: tuple[CompiledEdit, ...]) -> Compiled:
-        """The Compiled of another spec. The other spec reads nothing, and differs from this
-        object's spec only in the layers, vectors and numbers of its edits."""
+        """The Compiled of another spec of the same outline, with the other spec's edits. Neither
+        spec reads rows."""
         found = Compiled(
             self.picks, (), edits, self.check, self.rows, self.banks,
             phase_columns=self.phase_columns, counts=self.counts,
@@ -183,7 +194,8 @@ class Compiled:
 
     @cached_property
     def ref(self) -> weakref.ref[Compiled]:
-        """This object's key in `programs`. No later object gets an equal key, unlike with `id`."""
+        """This object's key in `programs`. A later object can have the same `id`, but never an
+        equal weak reference."""
         return weakref.ref(self)
 
     @property
@@ -193,8 +205,9 @@ class Compiled:
 
     @cached_property
     def used(self) -> tuple[int, ...]:
-        """The indices of the picks that `reads` and `edits` use. The other picks are for actions
-        that this rank does not apply, and have the value 0 in a column."""
+        """The indices of the picks that `reads` and `edits` use, in ascending order. The other
+        picks belong to actions that this rank does not apply, and their values in a column are 0.
+        """
         found = {read[0] for read in self.reads} | {edit.pick for edit in self.edits}
         return tuple(sorted(found))
 
@@ -211,11 +224,12 @@ class Compiled:
 
     @cached_property
     def firsts(self) -> frozenset[str]:
-        """The names of the probes for whose verdicts some picks wait."""
+        """The names of the first stages: probes for whose verdicts other probes wait."""
         return frozenset(pick.after for pick in self.picks if pick.after is not None)
 
     def waiting(self, begun: frozenset[str]) -> list[int]:
-        """The indices of the picks that wait for the verdict of a probe that is not in `begun`."""
+        """The indices of the picks of actions that still wait for a verdict. `begun` has the names
+        of the probes that have a verdict."""
         left = self.firsts - begun
         return [i for i, pick in enumerate(self.picks) if pick.after in left] if left else []
 
@@ -226,7 +240,7 @@ class Compiled:
 
     @cached_property
     def remembers(self) -> bool:
-        """True if program.ranges caches the ranges of this object's columns."""
+        """True if the columns of positions can be cached (program.ranges)."""
         return can_remember(self.picks) and not self.firsts
 
     @cached_property
@@ -236,8 +250,8 @@ class Compiled:
 
     def program(self, column: Column) -> Program | None:
         key = column.tobytes()
-        # `self` marks a missing entry, because None is the value of some entries. `in` is not used,
-        # because another thread can remove the key after the test.
+        # None is a valid entry, so that `self` stands for a missing entry. A test with `in` before
+        # the access would not be safe, because another thread can remove the key in between.
         known = self.built.get(key, self)
         if not isinstance(known, Compiled):
             programs.use(self, key)
@@ -248,7 +262,8 @@ class Compiled:
 
     @cached_property
     def ops_of_picks(self) -> NDArray[np.int64]:
-        """int64 [num_picks], the most operations that each pick adds to a token's program."""
+        """int64 [num_picks]: if a pick selects a token, the pick adds at most this number of
+        operations to the token's program."""
         found = np.zeros(len(self.picks), np.int64)
         for pick, points, head in self.reads:
             found[pick] += 0 if isinstance(head, Told) else len(points)
@@ -260,8 +275,8 @@ class Compiled:
 
     @cached_property
     def num_actions(self) -> int:
-        """The number of edits, points of `reads` and operations of `scored`. The point of an entry
-        of `scored` and the first operation of this entry together count as one."""
+        """The number of edits, points of `reads` and operations of `scored`. The first operation of
+        an entry of `scored` is not counted, because `reads` also has the entry's point."""
         return (
             len(self.edits) + sum(len(points) for _, points, _ in self.reads)
             + sum(len(ops) - 1 for _, _, ops in self.scored)
@@ -269,8 +284,8 @@ class Compiled:
 
     @cached_property
     def _marks(self) -> NDArray[np.int64]:
-        """Random weights, int64 [num_picks]. Equal columns have equal weighted sums. The
-        probability that two different columns have equal sums is negligible."""
+        """Random weights, int64 [num_picks]. Columns are compared by their weighted sums. Different
+        columns have equal sums only with negligible probability."""
         return np.frombuffer(secrets.token_bytes(8 * len(self.picks)), np.int64)
 
     def distinct_in(
@@ -282,15 +297,15 @@ class Compiled:
             columns: [num_picks, n].
 
         Returns:
-            Two arrays. The first array has the index of the first occurrence of each distinct
-            column, ascending. The second array, [n], has for each column the index of its distinct
-            column.
+            Two arrays. The first array has, in ascending order, the index at which each distinct
+            column occurs first. The second array, [n], has for each column its number among the
+            distinct columns.
         """
         with np.errstate(over="ignore"):
             sums = self._marks @ columns.astype(np.int64)
         _, firsts, index = np.unique(sums, return_index=True, return_inverse=True)
-        # The columns are sorted by their first occurrence, because all ranks must have the same
-        # order. The sums are random and differ between ranks.
+        # np.unique sorts by the sums, which are random and differ between ranks. All ranks need the
+        # same order, and therefore the columns are sorted by their first occurrence.
         order = np.argsort(firsts)
         rank = np.empty(len(order), np.int64)
         rank[order] = np.arange(len(order))
@@ -307,8 +322,8 @@ class Compiled:
     def check_size(self, columns: Collection[Column]) -> None:
         """Raise SpecError if columns need more programs or operations than a request may have."""
         most, most_ops = MOST_PROGRAMS, MOST_OPS
-        # Only requests with edits get the lower limits, because a monitor without edits must not
-        # cause a refusal.
+        # Only edits cause the lower limits. If scores that taps compute also caused them, an
+        # operator's monitor could cause a refusal.
         if self.edits:
             most, most_ops = MOST_PROGRAMS_WITH_EDITS, MOST_OPS_WITH_EDITS
         if len(columns) > most:
@@ -328,7 +343,7 @@ class Compiled:
 
     @cached_property
     def op_list(self) -> OpList:
-        """A list of every operation that a token of the spec can get."""
+        """Every operation that a token of the spec can get, as an OpList."""
         listed, seeing = [], dict[tuple[tuple[int, int], Op], list[int]]()
         for pick, (boundary, group), ops_of, _, gate, values in self.edits:
             listed += [Listed(boundary, group + 1, 0, op, (pick,), -1, values) for op in ops_of(1)]
@@ -343,7 +358,7 @@ class Compiled:
         return OpList(listed, self.reads, self.rows, len(self.picks))
 
     def count(self, columns: tuple[bytes, ...]) -> tuple[int, int, list[bytes], set[Head]]:
-        """The result of OpList.count for these columns. The count is faster if `_few` is True."""
+        """The result of OpList.count for these columns. If `_few` is True, no OpList is made."""
         if not self._few or len(columns) > MOST_COUNTED:
             return self.op_list.count(as_columns(columns))
         known = self.counts.get(columns)
@@ -361,9 +376,9 @@ class Compiled:
         as a cell of a sweep. The programs of such a spec are counted without a list of operations.
 
         An edit is simple if it has one operation in addition to at most one operation of its gate.
-        A `Replace` is simple only if it has one row. An edit whose gate has a state is not simple,
-        because the edits of this gate at one place share an operation, so that the picks do not
-        determine the number of operations.
+        A `Replace` is simple only if it has one row. An edit whose gate has a state is not simple:
+        all edits of this gate at one place share an operation, so that the operations cannot be
+        counted edit by edit.
         """
         return not self.reads and len(self.edits) <= MOST_COUNTED_EDITS and all(
             edit.num_ops == 1 + len(edit.gate) <= 2
@@ -386,15 +401,18 @@ class Compiled:
 
     @cached_property
     def takes_most(self) -> bool:
-        """True if no spec of this outline uses more entries of the device tables than this one."""
-        # The keys are compared, because vectors that differ only in length can become the same unit
+        """True if this spec uses at least as many entries of the device tables as any other spec of
+        its outline."""
+        # This is so if all vectors of this spec have different keys. The keys of the vectors in the
+        # operations are compared: two vectors that differ only in length can become the same unit
         # vector, which counts one time.
         keys = [key for some in self._keys for key in some] if self._few else []
         return self._few and len(set(keys)) == len(keys)
 
     @cached_property
     def _keys(self) -> list[list[bytes]]:
-        """The keys of the vectors of each edit and of its gate. Valid if `_few` is True."""
+        """For each edit, the keys of the vectors of the edit and of its gate. Valid if `_few` is
+        True."""
         found = []
         for edit in self.edits:
             ops = [op for _, op in edit.gate]
@@ -407,10 +425,10 @@ class Compiled:
     def _delivered(
         self, column: Column
     ) -> tuple[dict[Head | None, tuple[int, ...]], tuple[tuple[int, int], ...]]:
-        """The values that a token with this column delivers. Returns the points of each head (None
-        for plain rows), and the value for Layout.also."""
+        """The values that a token with this column delivers: the points of each head (None for
+        plain rows), and the attribute `also` of the token's Layout."""
         reads = [(points, head) for pick, points, head in self.reads if column[pick]]
-        #: The first point that the request named for each row.
+        #: For each row, the first point that the request named.
         labels: dict[int, int] = {}
         for point in sorted(point for points, _ in reads for point in points):
             labels.setdefault(self.rows[point], point)
@@ -449,6 +467,6 @@ class Compiled:
 def _listed(
     points: Mapping[Head | None, tuple[int, ...]],
 ) -> tuple[tuple[Head, tuple[int, ...]], ...]:
-    """The points of each head, in the form of Layout.encoded. Plain rows are left out."""
+    """The points of each head without plain rows (the key None), in the form of Layout.encoded."""
     made = ((head, some) for head, some in points.items() if head is not None)
     return tuple(sorted(made, key=lambda pair: pair[0].text))

@@ -5,6 +5,8 @@ Runs:  in workers, when a request arrives and when its tokens are planned; in En
        front-end, to compute the Cost of a request. numpy, no torch.
 From:  request.resolve.   To: compiled (builds and keeps the programs), plan, admission.
 
+The docstring of compiled.py explains the words pick, column, boundary, group and point.
+
 Promise: a token's program depends on the token's absolute position, and never on the step.
 Therefore the same rows are read and edited if a prefill is computed in chunks, or if tokens are
 computed again.
@@ -46,10 +48,10 @@ from vllm_scope.request.resolved import Resolved, ResolvedEdit, ResolvedGate
 from vllm_scope.request.selectors import Ids, Selector, Tokens
 from vllm_scope.request.sites import LEVELS, Place, Sites, boundary_of_point
 
-#: The most positions after a request's end that a step can still compute. Such positions are those
-#: of draft tokens, and of a step that async scheduling has already started.
+#: A step can compute at most this many positions after the end of a request. These are positions of
+#: draft tokens, and of a step that async scheduling has started before the end is known.
 OVERSHOOT = 64
-#: A loop over all positions of a request takes at most this many positions at a time.
+#: A loop over all positions of a request handles this many positions at a time.
 POSITIONS_AT_ONCE = 4096
 
 
@@ -58,7 +60,7 @@ class Point(NamedTuple):
 
     Attributes:
         head: the head that is applied to the row. None for the plain row.
-        after: the attribute `after` of Probe.
+        after: the same as in Probe: the name of the probe for whose verdict the action waits.
     """
 
     tokens: Selector
@@ -68,7 +70,8 @@ class Point(NamedTuple):
 
 
 def points_of(asked: Resolved) -> tuple[Point, ...]:
-    """The Points of the actions that need rows. Equal Points of a bank are given one time."""
+    """The Points of the actions that need rows. If several probes of one bank need equal Points,
+    the result has one of them."""
     found: tuple[Point, ...] | None = asked.__dict__.get("_points")
     if found is None:
         # Cached, because many requests share a Resolved, which can have 1,000 probes.
@@ -81,7 +84,7 @@ def _points_of(asked: Resolved) -> Iterator[Point]:
         for stream in read.streams:
             yield Point(read.tokens, stream.point(read.when), read.encoding)
     cells = ((one, cell) for one in asked.banked for cell in one.cells)
-    # Equal points are dropped, because many probes share a bank.
+    # dict.fromkeys drops equal Points, because many probes can share a bank.
     yield from dict.fromkeys(
         Point(probe.tokens, cell.place.point(), cell.bank, probe.after) for probe, cell in cells
     )
@@ -93,7 +96,7 @@ def _points_of(asked: Resolved) -> Iterator[Point]:
 def rows_of(asked: Resolved, some: Resolved) -> dict[int, int]:
     """For each point of the actions in `some`, the first of these points that has the same row.
 
-    If no edit of `asked` is between two points of a boundary, the two points have the same row.
+    Two points of a boundary have the same row if no edit of `asked` is between them.
     """
     edited = {(e.stream.boundary, e.stream.group) for e in asked.edits}
     named = {each.point for each in points_of(some)}
@@ -124,7 +127,7 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
     edits = []
     made: dict[Hashable, tuple[Op, ...]] = {}
     gates = _gate_ops(asked)
-    # An action at a boundary outside `here` also gets a pick, so that a column has the same meaning
+    # Actions at boundaries outside `here` also get picks. Therefore a column has the same meaning
     # in every process.
     for tokens, point, head, after in points_of(asked):
         at = pick(tokens, "deliver", after=after)
@@ -148,8 +151,8 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
 
 
 def _scores(asked: Resolved) -> dict[tuple[Head | None, int], tuple[Op, ...]]:
-    """For each bank that taps compute and each point of it, the operations that compute the bank's
-    numbers, in order."""
+    """The operations that compute the numbers of a bank, in order. The key is (bank, point). Only
+    banks that taps compute are in the result."""
     found: dict[tuple[Head | None, int], tuple[Op, ...]] = {}
     for cell in (cell for one in asked.banked for cell in one.cells):
         if isinstance(cell.bank, Scored):
@@ -162,7 +165,7 @@ def _compiled_edits(
     pick: int, edit: ResolvedEdit, places: list[Place], gates: Mapping[bytes, _GateOps],
     made: dict[Hashable, tuple[Op, ...]],
 ) -> list[CompiledEdit]:  # fmt: skip
-    """Compile an edit at each of `places`. `made` is the argument `made` of `edit_ops`."""
+    """Compile an edit for each of `places`. `made` is passed to `edit_ops`."""
     if not places:
         return []
     gate = None if edit.gate is None else gates[edit.gate.digest]
@@ -178,8 +181,8 @@ def _compiled_edits(
 
 
 def _fitted(first: Compiled, asked: Resolved, here: frozenset[int]) -> Compiled | None:
-    """The Compiled of `asked`, made from `first`. The specs of `first` and `asked` differ only in
-    the layers, vectors and numbers of the edits. None if `first` reads, or if one of the two specs
+    """Make the Compiled of `asked` from `first`, whose spec differs from `asked` only in the
+    layers, vectors and numbers of the edits. None if `first` reads rows, or if one of the two specs
     edits at a boundary outside `here`."""
     places = [edit.stream for edit in asked.edits]
     if first.reads or len(first.edits) != len(places):
@@ -209,9 +212,9 @@ class _GateOps(NamedTuple):
     state: Op | None
 
     def before(self, edited: Place) -> tuple[tuple[tuple[int, int], Op], ...]:
-        """For each gate operation that an edit at `edited` needs, the place (boundary, group) and
-        the operation. If several edits share the gate, each place advances the state to the same
-        value."""
+        """The gate's operations that must run before an edit at `edited`, each as ((boundary,
+        group), operation). If edits at several places share the gate, the state is advanced at each
+        of these places, always to the same value."""
         if self.state is None:
             return ((self.at, self.op),)
         state = self.state
@@ -223,11 +226,13 @@ class _GateOps(NamedTuple):
 def _gate_ops(asked: Resolved) -> dict[bytes, _GateOps]:
     """The operations of each gate, by the gate's digest. Edits with equal gates share operations.
 
-    Gates with a state use the first registers. The number of such a register is also the index of
-    the gate's state in the log.
+    A register is a number for one row, with which an operation passes a value to a later operation.
+    Gates with a state use the first registers. The register's number is also the index of the
+    gate's state in the log.
 
     Raises:
-        SpecError: the gates need more than MOST_GATES registers. A gate with a state needs two.
+        SpecError: the gates need more than MOST_GATES registers. A gate with a state needs two
+            registers, and any other gate needs one.
     """
     gates: dict[bytes, ResolvedGate] = {}
     for edit in asked.edits:
@@ -256,10 +261,10 @@ class RequestProgram:
 
     Attributes:
         prompt_ids: the prompt's token ids. Empty if all picks are uniform.
-        later: pairs of a first position and a program, in ascending order. At the first position
-            and all later positions, the program replaces the program before it.
-        begun: the names of the probes that have a verdict. The value of a pick is 0 if the pick
-            waits for the verdict of any other probe.
+        later: pairs (first position, RequestProgram), in ascending order. From its first position
+            on, such a RequestProgram replaces the one before it.
+        begun: the names of the probes that have a verdict. If an action waits for the verdict of
+            another probe, the value of the action's pick is 0.
     """
 
     num_prompt: int
@@ -280,9 +285,8 @@ class RequestProgram:
         """Compile the actions at the boundaries of a worker's pipeline stage.
 
         Args:
-            asked: the reads, probes and edits of the request. The server's edits come before the
-                request's own edits. `asked` caches the Compiled for other requests of the same
-                spec.
+            asked: the actions of the request. The server's edits come before the request's own
+                edits. The Compiled is cached in `asked`, for other requests of the same spec.
             here: the boundaries of the pipeline stage.
             drains: False on a rank that edits rows but leaves the delivery to another rank.
         """
@@ -300,13 +304,13 @@ class RequestProgram:
 
     def then(self, first: int, other: RequestProgram) -> RequestProgram:
         """A RequestProgram that equals this object before the position `first`, and equals `other`
-        at `first` and all later positions. The attribute `begun` is that of this object."""
+        from `first` on. Its attribute `begun` is that of this object."""
         earlier = tuple(one for one in self.later if one[0] < first)
         return replace(self, later=(*earlier, (first, other.after(self.begun))))
 
     @property
     def has_vectors(self) -> bool:
-        """The value of Compiled.has_vectors."""
+        """The same as Compiled.has_vectors."""
         return self._compiled.has_vectors
 
     @property
@@ -316,7 +320,7 @@ class RequestProgram:
 
     @property
     def takes_most(self) -> bool:
-        """The value of Compiled.takes_most."""
+        """The same as Compiled.takes_most."""
         return self._compiled.takes_most
 
     @property
@@ -325,14 +329,14 @@ class RequestProgram:
 
     @property
     def generated_is_uniform(self) -> bool:
-        """True if all prompt tokens get one program, and all generated tokens get one program. The
-        two programs can differ."""
+        """True if all prompt tokens get the same program, and all generated tokens get the same
+        program, which can be another one."""
         return self._compiled.uniform
 
     @property
     def first_fixed(self) -> int:
-        """At this position and all later positions, all tokens get one program: the program that
-        `last` has for generated tokens. Valid if `generated_is_uniform`."""
+        """The first position from which on all tokens get the same program. This is the program of
+        `last` for generated tokens. Valid if `generated_is_uniform` is True."""
         if self.later:
             return self.later[-1][0]
         if not self.generated_is_uniform:
@@ -349,10 +353,10 @@ class RequestProgram:
         return replace(self, begun=begun, later=later)
 
     def told(self, firsts: Iterable[str]) -> RequestProgram:
-        """The program that the planner must use after the verdicts of these probes, which is
-        usually the result of `after`. But if the tables hold no programs of intermediate stages,
-        the planner must use the program of the last stage. Readers drop the scores of stages that
-        have not begun."""
+        """The program that the planner must use after these probes have a verdict. Usually, this is
+        the result of `after`. If the device tables do not have the programs of intermediate stages
+        (`_later_stages`), it is the program of the last stage. Code that reads the rows then drops
+        the scores of stages that have not begun."""
         between = len(self._compiled.firsts) > 1 and not self.generated_is_uniform
         return self.last_stage if between else self.after(firsts)
 
@@ -363,8 +367,8 @@ class RequestProgram:
 
     @property
     def last_stage(self) -> RequestProgram:
-        """The program after all first stages have a verdict. Of the programs of all stages, this
-        program delivers the most values."""
+        """The program after all verdicts for which probes wait. This program delivers all values
+        that the program of any other stage delivers."""
         return self.after(self._compiled.firsts)
 
     def _columns(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -389,12 +393,12 @@ class RequestProgram:
 
     @property
     def parts(self) -> tuple[tuple[int, RequestProgram], ...]:
-        """Pairs of a first position and a program, for this program and each program of `later`."""
+        """Pairs (first position, RequestProgram): this object, and then `later`."""
         return ((0, self), *self.later)
 
     def parts_at(self, first: int, count: int) -> list[tuple[RequestProgram, int, int]]:
-        """The parts (program, first position, count), in order, of the positions from `first` to
-        `first + count - 1`."""
+        """Split the positions from `first` to `first + count - 1` by program. Returns (program,
+        first position, count) for each part, in order."""
         if not self.later:
             return [(self, first, count)]
         found, stop = [], first + count
@@ -406,12 +410,12 @@ class RequestProgram:
         return [part for part in found[::-1] if part[2]]
 
     def generated_superset(self) -> Program | None:
-        """One program that delivers the rows of every action at generated tokens.
+        """A program that delivers all values that any generated token can deliver.
 
-        With drafts and async scheduling, the host does not know a token's position when the planner
-        plans the step. The planner then uses this program. Readers drop the extra rows by their
-        labels. The front-end has checked that edits of generated tokens do not depend on the
-        position.
+        With drafts and async scheduling, the planner does not know a token's position when it plans
+        the step, and uses this program. Code that reads the rows drops the extra rows by their
+        labels. Edits cannot be undone later. Therefore the front-end has checked that edits of
+        generated tokens do not depend on the position.
         """
         if self.generated_is_uniform:
             return self._of_phase(True)
@@ -429,8 +433,8 @@ class RequestProgram:
         return column
 
     def columns(self, num_positions: int, drafts: bool = True) -> tuple[bytes, ...]:
-        """The distinct columns of all positions of the request, together with `superset_columns`.
-        From these columns, another process can build every program that the request can need.
+        """The distinct columns of all positions of the request, and `superset_columns`. From these
+        columns, another process can build every program that the request can need.
 
         Args:
             drafts: if False, the result does not contain `superset_columns`.
@@ -451,8 +455,8 @@ class RequestProgram:
         return remembered_columns(key, made)
 
     def superset_columns(self) -> list[bytes]:
-        """The column of `generated_superset` for the current stage, and the column after all first
-        stages have a verdict."""
+        """The column of `generated_superset` now, and, if probes wait for verdicts, also the column
+        after all these verdicts."""
         stages = (self, *self._later_stages())
         return [stage.superset_column().tobytes() for stage in stages]
 
@@ -461,18 +465,19 @@ class RequestProgram:
 
         Args:
             columns: the result of the method `columns`, from this process or another process.
-            key: a key that is equal for equal specs. None if requests with equal specs share this
-                Compiled.
+            key: a key that is equal for equal specs. If requests with equal specs share the
+                Compiled, `key` can be None.
         """
         return Held(self._compiled, columns, self._compiled.ref if key is None else key)
 
     def made(self, held: Held) -> bool:
-        """True if `held` has the Compiled of this program. Equal columns then mean the same."""
+        """True if `held` and this object have the same Compiled. A column then has the same meaning
+        for both."""
         return held.is_of(self._compiled)
 
     def distinct_at(self, first: int, count: int) -> tuple[list[Column], NDArray[np.int64]]:
-        """The distinct columns of the positions from `first` to `first + count - 1`, and for each
-        position, [count], the index of its column in the distinct columns."""
+        """The columns of the positions from `first` to `first + count - 1`. Returns the distinct
+        columns, and an array [count] with the index of each position's column."""
         if self.generated_is_uniform:
             split = min(max(self.num_prompt - first, 0), count)
             if 0 < split < count:
@@ -489,16 +494,17 @@ class RequestProgram:
 
     def _distinct_columns(self, num_positions: int) -> dict[bytes, Column]:
         found = self._columns_until(num_positions)
-        # Each stage is checked separately, so that a monitor's cascade does not cause a refusal.
+        # The limits apply to each stage alone, so that a monitor's cascade does not cause a
+        # refusal.
         for stage in self._later_stages():
             found |= stage._columns_until(num_positions)
         return found
 
     def _later_stages(self) -> list[RequestProgram]:
-        """A list with the program of the last stage. The list is empty if the request waits for no
-        verdict. Intermediate stages are left out. If programs depend only on the phase, the planner
-        holds the programs of an intermediate stage when a verdict arrives. Otherwise the planner
-        skips the intermediate stage (`told`)."""
+        """The program of the last stage, as a list. The list is empty if no probe waits for a
+        verdict. Programs of intermediate stages are not in the list. If programs depend only on the
+        phase (prompt or generated), the planner puts them into the tables when a verdict arrives.
+        Otherwise the planner uses the last stage's program in their place (`told`)."""
         return [self.last_stage] if self._compiled.firsts - self.begun else []
 
     def _columns_until(self, num_positions: int) -> dict[bytes, Column]:
@@ -515,14 +521,15 @@ class RequestProgram:
         return found
 
     def _of_phase(self, generated: bool) -> Program | None:
-        """The program of all tokens of a phase. Valid if the picks are uniform."""
+        """The program of all prompt tokens, or of all generated tokens. Valid if all picks are
+        uniform."""
         known, key = self._compiled.of_phase, (generated, self.begun)
         if key not in known:
             known[key] = self._compiled.program(self._phase_column(generated))
         return known[key]
 
     def _phase_column(self, generated: bool) -> Column:
-        """The column of all tokens of a phase. The array is read-only."""
+        """The column of all prompt tokens, or of all generated tokens, as a read-only array."""
         compiled, key = self._compiled, (generated, self.begun)
         known = compiled.phase_columns.get(key)
         if known is None:
@@ -535,8 +542,9 @@ class RequestProgram:
         return known
 
     def cost_of_change(self, columns: Iterable[bytes]) -> Cost:
-        """The Cost of programs with new scales of edits, for generated tokens. New scales need no
-        vectors. The argument is the result of the method `columns`."""
+        """The Cost of the programs for generated tokens after a policy has changed scales of edits.
+        The programs use the same vectors as before, which are not counted again. `columns` is the
+        result of the method `columns`."""
         if self.generated_is_uniform:
             columns = self.superset_columns()
         return self.held(columns).cost.without_vectors()

@@ -4,6 +4,8 @@ Owns:  Held.
 Runs:  in EngineCore and in the front-end, to compute the Cost of a request; in workers, when a
        request arrives. numpy, no torch.
 From:  compiled.   To: core.admission, graph.tap.program_tables, worker.plan.
+
+The docstring of compiled.py explains the words program, pick and column.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.program.operations import Cost, Program, num_vectors
 from vllm_scope.program.table_rows import TableRows
 
-#: If the number of columns times the number of actions is at most _FEW, programs are built one by
-#: one.
+#: If the number of columns (distinct programs) times the number of actions is at most _FEW,
+#: programs are built one by one. Otherwise all programs are computed together (table_rows.py).
 _FEW = 16
 
 
@@ -30,14 +32,16 @@ class Held:
 
     Attributes:
         key: a key that is equal for equal programs.
-        index_of: the index of the program of each column, by the column's bytes. In such a column,
-            the value of an unused pick is 0.
+        index_of: the index of a column's program, by the column's bytes. A column is the values of
+            the spec's picks for one token (compiled.py). The values of picks that this rank does
+            not use are 0.
     """
 
     def __init__(self, compiled: Compiled, columns: Iterable[bytes], key: Hashable) -> None:
         """
         Args:
-            columns: the columns of all tokens of the request, from this process or another one.
+            columns: the distinct columns of the request's tokens, which this or another process has
+                computed.
             key: a key that is equal for equal specs.
         """
         self._compiled = compiled
@@ -67,7 +71,8 @@ class Held:
         return self._compiled is compiled
 
     def find(self, columns: Iterable[Column]) -> list[int] | None:
-        """The index of each column's program. None if a column is missing."""
+        """The indices of the programs of these columns. None if there is no program for one of
+        them."""
         try:
             return [self.index_of[column.tobytes()] for column in columns]
         except KeyError:
@@ -75,24 +80,24 @@ class Held:
 
     @property
     def few(self) -> bool:
-        """True if `programs` takes less time than `rows`. `programs` is faster if there are few
-        operations, or if no operation has a vector. (Many requests share programs without
-        vectors.)"""
+        """True if it is faster to build programs one by one (`programs`) than together (`rows`).
+        This is so if there are few operations, or if no operation has a vector, because many
+        requests share such programs."""
         compiled = self._compiled
         return not compiled.has_vectors or len(self) * compiled.num_actions <= _FEW
 
     @property
     def programs(self) -> list[Program | None]:
-        """The programs, built one by one. Programs without reads are built again at each access,
-        because to cache these programs would take longer."""
+        """The programs, built one by one. Programs without reads are not cached, because it takes
+        less time to build them again."""
         columns = (np.frombuffer(column, np.int32) for column in self.index_of)
         made = self._compiled.program if self._compiled.reads else self._compiled.build
         return [made(column) for column in columns]
 
     def rows(self, widths: Widths) -> TableRows:
-        """The programs as rows of the op table. The rows are cached. If a worker runs in
-        EngineCore's process, EngineCore makes the rows before the thread that launches the model
-        gets the request."""
+        """The programs as rows of the op table, the device table of operations. The rows are
+        cached. If the worker runs in EngineCore's process, EngineCore calls this method first, so
+        that the thread that launches the model need not wait."""
         found = self._rows.get(widths)
         if found is None:
             found = self._rows[widths] = self._compiled.op_list.at(self._columns, widths)
@@ -131,8 +136,8 @@ class Held:
 
     @property
     def vectors(self) -> dict[bytes, int]:
-        """For each key of a vector or of a probe's weight, the number of vectors that the key
-        counts as."""
+        """The number of vectors of each vector or probe's weight, by its key. A vector counts as 1.
+        A weight counts as the number of its rows."""
         return self._counted[2]
 
     @property
@@ -141,7 +146,7 @@ class Held:
 
 
 def _masked(columns: Sequence[bytes], uses: NDArray[np.bool_]) -> list[bytes]:
-    """The same columns, in which the values of unused picks are 0."""
+    """The columns with the value 0 for each pick that `uses` does not name."""
     data = (np.frombuffer(b"".join(columns), np.int32).reshape(-1, len(uses)) * uses).tobytes()
     size = 4 * len(uses)
     return [data[at : at + size] for at in range(0, len(data), size)]

@@ -4,8 +4,11 @@ Owns:  Layout, and the slot, which is the unit of memory for rows.
 Runs:  in workers, in EngineCore (to count slots), in front-ends (to read batches). numpy, no torch.
 From:  request.heads.   To: operations, worker.packer, and every file that reads a batch.
 
+A head is a computation on a row, such as a codec or a bank of probes. A raw row is a row to which
+no head was applied. A point is a place in the model at which rows are read (request.sites).
+
 Promise: the layout of a token and the widths of raw rows determine the offsets of all parts.
-Therefore a batch contains no offsets.
+Therefore a batch of rows contains no offsets.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from vllm_scope.request.sites import STREAM, boundary_of_point, kind_of_point
 
 #: The number of bytes of a slot, which is the unit of the arena. Rows and scores begin at a slot.
 SLOT_BYTES = 16
-#: A numpy dtype with the size of one slot, with which slots are gathered. To gather the bytes one
-#: by one takes ten times as long.
+#: A numpy dtype of the size of one slot. To gather slots as elements of this dtype takes a tenth of
+#: the time that single bytes would take.
 SLOT = np.dtype(np.complex128)
 
 
@@ -36,8 +39,8 @@ class Widths:
     """The sizes of raw rows (rows that no codec has encoded).
 
     Attributes:
-        row_bytes: the number of bytes of one row, without padding, for each kind of site in the
-            order of sites.KINDS. The tuple ends at the last kind that has taps.
+        row_bytes: the bytes of one row, without padding, for each kind of site (sites.KINDS). The
+            tuple ends at the last kind that has taps.
     """
 
     row_bytes: tuple[int, ...]
@@ -55,18 +58,20 @@ class Widths:
 
 @dataclass(frozen=True)
 class Layout:
-    """The values that one token delivers, which are its raw rows and then the results of heads.
+    """The values that one token delivers: its raw rows, and then the results of heads.
 
     Taps write raw rows to the arena, in the layout `arena`. Heads are applied to the rows when
     the rows leave the arena.
 
     Attributes:
         points: the points of the token's raw rows, ascending, one row for each point. If the
-            request named several points with the same row, the row's point is the first of them.
-        encoded: each head with the points of its rows, ascending. A point can also be in `points`.
-            A head of the class Told has no rows, because taps write its numbers directly.
-        also: pairs of points (a, b), ascending. The request named both points, and point a has the
-            same row as point b, because no edit is between a and b. The row is delivered once.
+            request named several points that have the same row, only the first of them is in
+            `points`.
+        encoded: each head, and the points to whose rows it is applied, ascending. A point can also
+            be in `points`. A head of the class Told needs no rows, because taps write its numbers
+            directly.
+        also: pairs of points (a, b), ascending. The request named both points, which have the same
+            row, because no edit is between them. The row is delivered once, at point b.
     """
 
     points: tuple[int, ...] = ()
@@ -80,18 +85,19 @@ class Layout:
 
     @cached_property
     def _kinds(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Each kind with its points. The tuple `points` is ascending and thus sorted by kind."""
+        """Each kind of site, with its points. Ascending points are also sorted by kind."""
         if self.points and kind_of_point(self.points[-1]) == STREAM:  # the usual case is fast
             return ((STREAM, self.points),)
         return tuple((kind, tuple(some)) for kind, some in groupby(self.points, kind_of_point))
 
     def row_of(self, point: int) -> int:
-        """The point of `points` or `encoded` that has the same row as `point`."""
+        """The point under which the row of `point` is delivered: `point` itself, or a point with
+        the same row."""
         return dict(self.also).get(point, point)
 
     def names_of(self, row: int) -> tuple[int, ...]:
-        """All points that the request named for one row. The argument is the row's point in
-        `points` or `encoded`."""
+        """All points that the request named for one row. `row` is the point under which the row is
+        delivered."""
         return (row, *(point for point, first in self.also if first == row))
 
     def points_of(self, kind: int) -> tuple[int, ...]:
@@ -147,14 +153,15 @@ class Layout:
 
     @property
     def arena(self) -> Layout:
-        """The layout of the data that taps write to the arena: the rows of all points that are in
-        `points` or that heads need, and the numbers of each head of the class `Told`."""
+        """The layout of the data that taps write to the arena, the device memory for results. It
+        has the rows of `points`, the rows that heads need, and the numbers of heads of the class
+        `Told`."""
         return self._arena or self
 
     @cached_property
     def _arena(self) -> Layout | None:
-        """The layout for `arena`. None means this object, because an object with a reference to
-        itself would be freed only by the garbage collector."""
+        """The layout for `arena`. None stands for this object: an object that refers to itself
+        would stay in memory until Python collects cycles."""
         told = tuple(pair for pair in self.encoded if isinstance(pair[0], Told))
         if len(told) == len(self.encoded):
             return None
@@ -164,12 +171,13 @@ class Layout:
 
     @property
     def sent(self) -> Layout:
-        """The layout of the data that leaves the device, without rows that are added to sums."""
+        """The layout of the data that leaves the device. Rows that are only added to sums are left
+        out."""
         return self._sent or self
 
     @cached_property
     def _sent(self) -> Layout | None:
-        """The layout for `sent`. None means this object, as in `_arena`."""
+        """The layout for `sent`. None stands for this object, as in `_arena`."""
         kept = tuple(pair for pair in self.encoded if not isinstance(pair[0], Summed))
         return None if len(kept) == len(self.encoded) else Layout(self.points, kept, self.also)
 

@@ -18,9 +18,14 @@ from vllm_scope.request.selectors import Ids, Selector, Tokens
 
 
 def num_lens_rows(asked: Resolved, ids: Ids, max_tokens: int) -> int:
-    """The sum, over all lenses, of the number of selected tokens times the number of layers. Up to
-    `max_tokens` - 1 generated tokens also count. (The last sampled token is never processed.) `ids`
-    are the token ids of the prompt."""
+    """The number of rows to which the lenses of a request are applied: for each lens, the number of
+    selected tokens times the number of layers.
+
+    Args:
+        ids: the token ids of the prompt.
+        max_tokens: the largest number of sampled tokens. All of these except the last count,
+            because the last sampled token is never processed.
+    """
     if not asked.features:
         return 0
     counts = Counter(one.tokens for one in asked.features if one.lens is not None)
@@ -29,8 +34,8 @@ def num_lens_rows(asked: Resolved, ids: Ids, max_tokens: int) -> int:
 
 
 def _num_picked(selector: Selector, ids: Ids, num_generated: int) -> int:
-    """The number of tokens that the selector can select. The last token is not known yet. Therefore
-    every token that can be the last token counts."""
+    """The number of tokens that the selector can select. It is not known yet which token is the
+    last. Therefore, for the selector "last", each token that can be the last one counts."""
     num_prompt, found = len(ids), 0
     if selector.uniform:
         in_prompt, generated = map(selector.picks_phase, (False, True))

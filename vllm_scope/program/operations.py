@@ -4,6 +4,11 @@ Owns:  Op, Program, and Cost (how many entries of the device tables a request us
 Runs:  in workers, when a request arrives and when its tokens are planned; in
        EngineCore, to compute the Cost of a request. numpy, no torch.
 From:  compiled, layout.   To: worker.plan (per token), graph.tap.program_tables (on the device).
+
+A tap is the op in the compiled graph that runs a program on a row. Taps write results to slots of
+16 bytes in the arena, which is device memory. The states of gates are in other device memory, the
+log. In the formulas below, x is the row, and `.` is the dot product. The vector v and the numbers
+a to e are attributes of Op.
 """
 
 from __future__ import annotations
@@ -35,19 +40,19 @@ OP_SCORE = 2
 #: Edits, which replace the row x by: x + a * v (ADD), x + a * ||x|| * v (ADD_NORM),
 #: x - (x . v) * v (ABLATE), x + (clip(x . v, a, b) - x . v) * v (CLAMP), v (SET).
 OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET = 3, 4, 5, 6, 7
-#: If the row is not finite, report a fault of the token's request.
+#: If the row is not finite, report a fault. The token's request then ends.
 OP_CHECK = 8
-#: x + clip(a, -b * ||x||, b * ||x||) * v. The length of the vector v is 1.
+#: Replace x by x + clip(a, -b * ||x||, b * ||x||) * v. The length of v is 1.
 OP_ADD_BOUND = 9
-#: x + (a + d * f) * v, where f is the value of the register `source`. But if b > 0 and f <= 0, the
-#: row does not change.
+#: Replace x by x + (a + d * f) * v. f is a feature's activation, from the register `source`. If b >
+#: 0 and f <= 0, the row does not change.
 OP_ADD_FEATURE = 10
-#: Conditions. A condition computes a score s from the row, and sets a register to 1 if d * (s - a)
-#: > 0, else to 0. The score s of OP_GATE is x . v + b. The score s of OP_GATE_COSINE is the cosine
-#: of x and v. The score s of OP_GATE_CAST is the cosine of x and tanh((x . v) v). If c > 0, OP_GATE
-#: sets the register to sigmoid(c * d * (s - a)).
+#: Conditions. A condition computes a score s from the row: x . v + b (OP_GATE), the cosine of x and
+#: v (OP_GATE_COSINE), or the cosine of x and tanh((x . v) v) (OP_GATE_CAST). The condition sets a
+#: register to 1 if d * (s - a) > 0, else to 0. An OP_GATE with c > 0 sets the register to sigmoid(c
+#: * d * (s - a)).
 OP_GATE, OP_GATE_COSINE, OP_GATE_CAST = 11, 12, 13
-#: Set a register to the activation of a feature. With s = x . v + b, this is s if s > c, else 0.
+#: Set a register to the activation of a feature, which is s if s > c, else 0. Here s = x . v + b.
 OP_FEATURE = 14
 #: The operations that set a register, and do not change the row.
 SETTERS = (OP_GATE, OP_GATE_COSINE, OP_GATE_CAST, OP_FEATURE)
@@ -60,7 +65,8 @@ SETTERS = (OP_GATE, OP_GATE_COSINE, OP_GATE_CAST, OP_FEATURE)
 #:   PID: a is the setpoint. b, c, d are kp, ki and kd times the sign. e is the bound of the sum.
 OP_EMA, OP_HYSTERESIS, OP_PID = 15, 16, 17
 ADVANCING = (OP_EMA, OP_HYSTERESIS, OP_PID)
-#: The log stores three numbers for a gate's state at one position, of which one is the value.
+#: The log has three numbers for each gate with a state and each position. One of them is the gate's
+#: value.
 STATE_NUMBERS = 3
 
 
@@ -79,9 +85,10 @@ class LogRange(NamedTuple):
 
 NO_LOG = LogRange()
 
-#: A row has REGISTERS registers in one forward. The first MOST_GATES registers contain the values
-#: of gates, and the scores of gates with a state. The other registers contain the activations of
-#: the features of one edit.
+#: In one forward, each row has REGISTERS registers. A register is a number that one operation sets
+#: and another operation reads. The first MOST_GATES registers contain the values of gates, and the
+#: scores of gates with a state. The other registers contain the activations of the features of one
+#: edit.
 MOST_GATES = 16
 REGISTERS = MOST_GATES + MAX_FEATURES
 
@@ -97,13 +104,13 @@ class Op(NamedTuple):
         at: for OP_READ, the index of the row's point in `Layout.arena.points`.
         vector: the vector v of the formulas at the top of this file, float32 [width of a row].
         a, b, c, d, e: the operation's numbers in the formulas at the top of this file.
-        source: the register with a feature's activation, or with the score of a gate with a state.
-            A condition writes the score, and other operations read the score. -1 for no register.
-        register: the register that a condition or a feature sets. An edit multiplies its change by
-            the value of this register. -1 if there is no register.
-        told: the place where the operation stores a number. The number is that of a probe, the new
-            value of a condition's register, or an edit's `||change|| / ||x||`. None if no action
-            needs the number.
+        source: the register with a feature's activation, or with the score of a gate that has a
+            state. A condition writes to this register, and other operations read it. -1 if there is
+            no register.
+        register: for a condition or a feature, the register that the operation sets. For an edit,
+            the register by whose number the change is multiplied. -1 if there is no register.
+        told: where the operation stores a number for the caller: a probe's number, a gate's value,
+            or an edit's dose (`||change|| / ||x||`). None if the caller does not want the number.
     """
 
     code: int
@@ -155,7 +162,7 @@ class Program:
 
 class Cost(Struct, frozen=True):
     """The number of entries that a running request uses in the device tables. The weight of a probe
-    counts as vectors, even if the weight is not in the tables.
+    counts as vectors, also if it is not in the tables.
 
     Attributes:
         lens_rows: the number of rows to which the request's lenses are applied.
@@ -196,7 +203,7 @@ class Cost(Struct, frozen=True):
 
 
 def num_vectors(array: Array) -> int:
-    """The number of vectors in an array, whose last axis is the elements of a vector."""
+    """The number of vectors in an array whose last axis has the elements of one vector."""
     return math.prod(array.shape[:-1])
 
 
@@ -214,9 +221,9 @@ def build_program(
         points: the points at which the row is read, ascending.
         edits: for each site, by (boundary, group), the operations of the site's edits, in order.
         encoded, also: the attributes of Layout with these names.
-        check: the boundary after whose edits the row is checked. None for no check.
-        seeing: the operations of probes and conditions, by (boundary, level). Probes and conditions
-            get the row after the first `level` groups of edits at the boundary.
+        check: the boundary at which the row is checked, after all edits. None for no check.
+        seeing: the operations of probes and conditions, by (boundary, level). They get the row
+            after the first `level` groups of edits at the boundary.
     """
     if not (points or encoded or seeing):
         return _editing(edits, check)
@@ -241,8 +248,7 @@ def build_program(
 
 
 def _editing(edits: Mapping[tuple[int, int], Sequence[Op]], check: int | None) -> Program:
-    """Build a program that only edits and checks. The result is the same as that of
-    `build_program`."""
+    """The fast path of `build_program` for a program that only edits and checks."""
     if not edits and check is not None:
         return _checking(check)
     taps: dict[int, tuple[Op, ...]] = {}
@@ -264,9 +270,9 @@ _CHECK = Op(OP_CHECK)
 _boundary_of = itemgetter(0)
 
 
-#: A function that returns the operations of an edit for a token. The argument is the value of the
-#: edit's pick for the token (`Pick.values`). For a replacement, the argument is the number of the
-#: new row, counted from 1. For other edits, the argument is 1.
+#: A function that returns the operations of an edit for a token. Its argument is the value of the
+#: edit's pick for the token (`Pick.values`): for a replacement, the number of the new row, counted
+#: from 1, and for other edits 1.
 OpsOf = Callable[[int], Sequence[Op]]
 
 
@@ -274,8 +280,8 @@ def edit_ops(edit: ResolvedEdit, made: dict[Hashable, tuple[Op, ...]], register:
     """Make a function that returns the operations of an edit for a token.
 
     Args:
-        made: the operations of each edit, by the edit's content. This call adds the operations of
-            `edit`. Edits that differ only in their streams share operations.
+        made: a cache of operations by the content of edits, to which this function adds `edit`.
+            Edits that differ only in their streams share operations.
         register: the register of the edit's gate. -1 if the edit has no gate.
     """
     if edit.kind == "replace":
@@ -307,16 +313,16 @@ def _replacing(edit: ResolvedEdit, register: int, row: int) -> tuple[Op]:
         return (Op(OP_SET, 0, vector, register=register, told=edit.dose),)
     bits = values.numpy.view(np.int32)
     first = int((bits[:row] == bits[index]).all(1).argmax())
-    # The Array gets the key under which EngineCore counts the row, and no digest is computed. To
-    # compute a digest of the row takes longer than all other work for a cell of a sweep.
+    # The digest of the new Array is not computed, because that takes longer than all other work for
+    # a cell of a sweep. In its place, the Array gets the key under which EngineCore counts the row.
     numbers = values.numpy[index]
     vector = Array.known(numbers.shape, numbers.tobytes(), row_key(values, first))
     return (Op(OP_SET, 0, vector, register=register, told=edit.dose),)
 
 
 def row_key(values: Array, row: int) -> bytes:
-    """The key of a row of a replacement. Rows of one replacement with equal bits must have equal
-    keys. Therefore the caller must pass the index of the first row with the same bits.
+    """The key of a row of a replacement. Equal rows of one replacement must have equal keys.
+    Therefore `row` must be the index of the first row with the same bits.
     """
     return values.digest + row.to_bytes(4, "little")
 
@@ -363,8 +369,8 @@ def gate_op(gate: ResolvedGate, register: int, score: int) -> Op:
     value.
 
     Args:
-        score: the register for the gate's score, which the operation of `state_op` reads. -1 if the
-            gate has no state.
+        score: if the gate has a state, the register for the gate's score, which the operation of
+            `state_op` reads. Otherwise -1.
     """
     sign = 1.0 if gate.above else -1.0
     vector, code = gate.vector, OP_GATE
@@ -409,9 +415,9 @@ def _edit_numbers(edit: ResolvedEdit) -> tuple[int, Array, float, float]:
         return _add_numbers(edit)
     if edit.kind == "clamp":
         lo, hi, strength = edit.numbers
-        # Let d be the unit vector, and p = x . d. With the vector k d, the operation adds
-        # (clip(k p, k lo, k hi) - k p) k d. The added vector is k * k times the full change, and k
-        # * k is the strength.
+        # The operation has no number for the strength. With the unit vector d and p = x . d, the
+        # full change is (clip(p, lo, hi) - p) d. If d, lo and hi are multiplied by k, the operation
+        # adds k * k times the full change. Therefore k is the root of the strength.
         k = math.sqrt(strength)
         if k == 0:
             lo, hi, k = -math.inf, math.inf, 1  # 0 times infinity would be NaN

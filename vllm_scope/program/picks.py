@@ -19,12 +19,12 @@ from vllm_scope.request.selectors import Selector, Tokens
 
 @dataclass(frozen=True)
 class Pick:
-    """A selector, the use of the selector, and the positions of a replacement's rows.
+    """A selector and its use. For a replacement, also the positions of the new rows.
 
     Attributes:
-        use: if "edit", the action applies to tokens that the selector certainly picks. If
-            "deliver", the action applies to all tokens that the selector can still pick (code that
-            reads the rows drops extra rows by their labels).
+        use: if "edit", the action applies to the tokens that the selector certainly selects. If
+            "deliver", the action also applies to tokens of which this is not known yet. (Code that
+            reads the rows drops the extra rows by their labels.)
         positions: the positions of a replacement's rows. Empty for other actions. A negative
             position counts from the prompt's end.
         after: the name of the probe for whose verdict the action waits. None if the action waits
@@ -61,7 +61,8 @@ class Pick:
 
     @cached_property
     def _rows(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """A replacement's positions in ascending order, and their row numbers, counted from 1."""
+        """The positions of a replacement in ascending order, and for each position the number of
+        its row, counted from 1."""
         given = np.asarray(self.positions, np.int64)
         order = np.argsort(given)
         return given[order], (order + 1).astype(np.int32)

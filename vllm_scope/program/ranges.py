@@ -4,8 +4,9 @@ Owns:  ColumnRange, and this process's caches of ColumnRanges and of columns.
 Runs:  in workers, in EngineCore and in the front-end. numpy, no torch.
 From:  compiled (the picks).   To: compiler.
 
-Requests that differ only in their vectors and layers, such as the cells of a sweep, have equal
-picks. For each edited position, the columns of all these requests are computed one time.
+A pick is a selector with its use (program.picks). A column is the values of all picks for one
+position. Requests that differ only in their vectors and layers, such as the cells of a sweep, have
+equal picks, and therefore equal columns. This module computes these columns one time.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from vllm_scope.program.picks import Pick
 from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.selectors import ITEM_BYTES, items_of, num_bytes_of
 
-#: If the picks together name more positions than MOST_ITEMS, their columns are not cached, because
-#: to hash such picks takes longer than to compute the columns. The positions of a
-#: Replace count two times, because they are in `Pick.positions` and in the pick's selector.
+#: If the picks together name more than MOST_ITEMS positions, their columns are not cached, because
+#: to hash such picks takes longer than to compute the columns. Positions of a Replace count two
+#: times: in `Pick.positions`, and in the pick's selector.
 MOST_ITEMS: Final = 64
 #: The largest number of bytes in each of the two caches.
 REMEMBERED_BYTES: Final = 16 << 20
@@ -46,10 +47,11 @@ class ColumnRange(NamedTuple):
 
 
 class PicksKey:
-    """A key that is equal for equal picks. The hash is computed one time, because it takes long.
+    """A key that is equal for equal picks. The hash takes long, and is therefore computed only when
+    the key is made.
 
     Attributes:
-        num_bytes: the estimated bytes of the picks, which a cache holds together with the key.
+        num_bytes: the estimated memory of the picks, which a cache keeps as a part of the key.
     """
 
     __slots__ = ("_hash", "num_bytes", "picks", "used")
@@ -74,7 +76,7 @@ class PicksKey:
 
 
 class RangeKey(NamedTuple):
-    """A key that is equal for equal column ranges. Valid if the picks use no token ids."""
+    """The key of a ColumnRange in the cache. Valid if the picks use no token ids."""
 
     picks: PicksKey
     num_prompt: int
@@ -83,7 +85,8 @@ class RangeKey(NamedTuple):
 
 
 class ColumnsKey(NamedTuple):
-    """A key that consists of all inputs of RequestProgram.columns.
+    """The key of a result of RequestProgram.columns in the cache. The key has all inputs of that
+    method.
 
     Attributes:
         size: the inputs of Compiled.check_size except the columns.
@@ -101,8 +104,8 @@ _columns: Remembered[ColumnsKey, tuple[bytes, ...]] = Remembered(REMEMBERED_BYTE
 
 
 def remembered(key: RangeKey, make: Callable[[], ColumnRange]) -> ColumnRange:
-    """The column range with this key. If the range is not cached, `make` computes the range. The
-    caller must check that `can_remember` is True for the picks."""
+    """The ColumnRange with this key, from the cache or from `make`. Call this function only if
+    `can_remember` is True for the picks."""
     found = _known.get(key)
     if found is None:
         found = make()
@@ -112,7 +115,7 @@ def remembered(key: RangeKey, make: Callable[[], ColumnRange]) -> ColumnRange:
 
 
 def remembered_columns(key: ColumnsKey, make: Callable[[], tuple[bytes, ...]]) -> tuple[bytes, ...]:
-    """The same as `remembered`, for the distinct columns of a request."""
+    """The distinct columns of a request, from the cache or from `make`."""
     found = _columns.get(key)
     if found is None:
         found = make()
@@ -122,7 +125,7 @@ def remembered_columns(key: ColumnsKey, make: Callable[[], tuple[bytes, ...]]) -
 
 
 def can_remember(picks: tuple[Pick, ...]) -> bool:
-    """True if the picks use no token ids and name few positions, so that their column ranges can be
-    cached."""
+    """True if the columns of these picks can be cached: the picks use no token ids and name few
+    positions."""
     num_items = sum(len(pick.positions) + items_of(pick.selector) for pick in picks)
     return num_items <= MOST_ITEMS and not any(pick.selector.sees_ids for pick in picks)

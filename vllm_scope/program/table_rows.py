@@ -5,9 +5,11 @@ Runs:  in workers, when a request whose programs have vectors arrives; in Engine
        front-end, to compute the request's Cost. numpy, no torch.
 From:  compiled.   To: graph.tap.program_tables, core.admission.
 
-Promise: the programs are equal to the programs that `Compiled.program` builds one by one. To
-compute all programs together is faster than to build each program. A request can have hundreds of
-programs and thousands of operations, and the thread that launches the model waits for the result.
+The docstring of compiled.py explains the words pick, column and point.
+
+Promise: the programs are equal to the programs that `Compiled.program` builds one by one. It is
+faster to compute all programs together. A request can have hundreds of programs and thousands of
+operations, and the thread that launches the model waits for the result.
 """
 
 from __future__ import annotations
@@ -30,15 +32,16 @@ Ints = NDArray[np.int64]
 
 
 class Listed(NamedTuple):
-    """An operation that a token gets if the value of at least one of `picks` is not 0 for the
-    token.
+    """An operation, and the picks that give it to a token. The token gets the operation if at least
+    one of these picks has a value other than 0 for the token.
 
     Attributes:
         boundary, level, rank: the three numbers by which operations are sorted.
-        op: the operation. For a replacement, its vector is the replacement's first row.
+        op: the operation. For a replacement, the operation with the first of the new rows.
         picks: the indices of picks. Empty if every token gets the operation.
-        row: the point of the row if the operation is OP_READ, else -1.
-        values: the rows of a replacement. The pick's value is the row's number, counted from 1.
+        row: for OP_READ, the point at which the row is read. Otherwise -1.
+        values: the rows of a replacement. The value of the pick is the number of the row, counted
+            from 1.
     """
 
     boundary: int
@@ -58,13 +61,13 @@ class TableRows:
         index: int64 [num_columns], the program of each column.
         exists: bool [num_programs]; False for the program that does nothing.
         fixed: int32 [num_ops, 8]: code, register, source, and the numbers a to e as float32 bits.
-        words: int32 [num_ops, 2], two addresses of the operation's result in words of 4 bytes. The
-            first address counts from the token's first slot, and the second address counts from the
-            token's first slot at one tap. -1 if there is no result.
+        words: int32 [num_ops, 2], where the operation writes its result, as an offset in words of 4
+            bytes. The first offset counts from the token's first slot. The second offset counts
+            from the token's first slot of the same tap. -1 if there is no result.
         vector: int64 [num_ops], the index of the vector in `keys` and `vectors`, or -1 for none.
         following: int64 [num_ops], the index of the next operation at the same tap, or -1 for none.
-        heads: int64 [num_heads], the index of each program's first operation at each of its taps.
-            (Such an operation is the head of a list, and not a Head.)
+        heads: int64 [num_heads], for each program and each of its taps, the index of the first
+            operation. (This is the head of a list of operations, and not a Head.)
         head_program, head_boundary: int64 [num_heads], the program and the boundary of each entry
             of `heads`.
         keys: the distinct keys of the operations' vectors. Vectors with equal keys are equal.
@@ -95,15 +98,16 @@ class TableRows:
 
 @dataclass(frozen=True, eq=False)
 class _Selected:
-    """The operations and the cells (a head and the point of its row) of the distinct programs of
-    some columns.
+    """The operations and the cells of the distinct programs of some columns. A cell is a value that
+    a token can deliver: a head, and the point of the row to which the head is applied.
 
     Attributes:
         index: int64 [num_columns], the program of each column.
         exists: bool [num_programs]; False for the program that does nothing.
         here: bool [number of operations, num_programs], True if the program has the operation.
         cells: bool [number of cells, num_programs], True if the program has the cell. If the
-            request names several points of one row, one more entry follows for each such point.
+            request names several points that have the same row, one further entry follows for each
+            of these points.
         program, op, vector: int64 [num_ops]. For each operation, these are the index of its
             program, its index in the OpList, and the index of its vector (-1 for none).
     """
@@ -131,10 +135,10 @@ class OpList:
         Args:
             reads, rows: the attributes of Compiled with these names.
         """
-        #: A cell is a head and the point of its row. This dict has the picks that need each cell.
+        #: The picks that need each cell (head, point of the row).
         cells: dict[tuple[Head | None, int], list[int]] = {}
-        #: If the request names several points of one row, this dict has the picks of each of these
-        #: points. Tokens that get the row under different points have different programs.
+        #: The picks that need each point, for points that share their row with another point. If
+        #: two tokens deliver the same row under different points, they have different programs.
         names: dict[int, list[int]] = {}
         shared = {row for point, row in rows.items() if point != row}
         for pick, points, head in reads:
@@ -169,7 +173,8 @@ class OpList:
     def _set_presence(
         self, ops: Sequence[Listed], of_cells: Sequence[Sequence[int]], num_picks: int
     ) -> None:
-        # An operation that every token gets has an additional pick, whose index is `num_picks`.
+        # An operation that every token gets has no pick. It gets a further pick with the index
+        # `num_picks`, which selects every token.
         picks = [one.picks or (num_picks,) for one in ops] + list(of_cells)
         self._picks = np.array([pick for some in picks for pick in some], np.int64)
         self._starts = np.cumsum([0, *map(len, picks)])[:-1]
@@ -187,13 +192,13 @@ class OpList:
         self._fixed = np.empty((len(ops), 8), np.int32)
         self._fixed[:, :3] = codes or np.zeros((0, 3))
         self._fixed[:, 3:] = bits
-        #: The key of each vector, and the vector itself. The pair (array, i) means row i of the
-        #: array, and (array, -1) means the whole array.
+        #: The key of each vector, and the vector as (array, index of a row). With the index -1, the
+        #: vector is the whole array.
         self._keys: list[bytes] = []
         self._arrays: list[tuple[Array, int]] = []
         self._vector = np.full(len(ops), -1, np.int64)
         self._replaces = np.full(len(ops), -1, np.int64)
-        #: For each vector, the index of the first vector that is equal.
+        #: For each vector, the index of the first vector with the same content.
         same: list[int] = []
         known: dict[bytes, int] = {}
         for i, one in enumerate(ops):
@@ -220,9 +225,9 @@ class OpList:
     def _set_stores(self, ops: Sequence[Listed], rows: Mapping[int, int]) -> None:
         """Set the places where operations store their results.
 
-        For each operation, `_store` is the index of the row that it reads, or of the bank for which
-        it computes a number, or -1 for none. The indices of banks follow the indices of all rows.
-        `_index` is the index of the operation's number in its bank."""
+        For an operation that reads, `_store` is the index of the row. For an operation that
+        computes a number of a bank, `_store` is the number of rows plus the index of the bank, and
+        `_index` is the index of the number in the bank. For any other operation, `_store` is -1."""
         told = {cell: len(self._rows) + i for i, cell in enumerate(self._told)}
         index, next_row = [], 0
         for one in ops:
@@ -241,8 +246,9 @@ class OpList:
         self._read_ops = np.flatnonzero([one.row >= 0 for one in ops])
 
     def _present(self, columns: NDArray[np.int32]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """The operations that tokens with these columns get, bool [number of operations,
-        num_columns], and what these tokens deliver, in the form of `_Selected.cells`."""
+        """For tokens with these columns: the operations that each token gets, bool [number of
+        operations, num_columns], and the values that each token delivers, in the form of
+        `_Selected.cells`."""
         picked = np.ones((len(columns) + 1, columns.shape[1]), bool)
         np.greater(columns, 0, out=picked[:-1])
         has = picked[self._picks]
@@ -257,8 +263,8 @@ class OpList:
         if (pick >= 0).any():
             vector = np.where(pick >= 0, vector + columns[pick, program] - 1, vector)
             vector = self._same[vector]
-        # Equal programs have equal sums. The probability that two different programs have equal
-        # sums is negligible.
+        # Each operation of a program adds a random number to the program's sum. Programs with equal
+        # sums count as equal. Different programs have equal sums only with negligible probability.
         sums = np.zeros(len(op) + 1, np.int64)
         np.cumsum(self._marks[op] * (2 * vector + 3), out=sums[1:])
         sums = sums[np.cumsum(here.sum(axis=0))]
@@ -278,10 +284,9 @@ class OpList:
         return _Selected(np.array(index, np.int64), exists, here, cells, program, op, vector)
 
     def count(self, columns: NDArray[np.int32]) -> tuple[int, int, list[bytes], set[Head]]:
-        """Count the programs of tokens with these columns. A column has the value of each pick for
-        one token, [num_picks, num_columns]. Returns the number of distinct programs, the number
-        of operations in all programs, the keys of all vectors, and the heads that at least one
-        program needs."""
+        """Count the programs of tokens with these columns, [num_picks, num_columns]. Returns the
+        number of distinct programs, the number of operations in all programs, the keys of all
+        vectors, and the heads that at least one program needs."""
         found = self._select(columns)
         keys = [self._keys[i] for i in np.unique(found.vector) if i >= 0]
         some = np.flatnonzero(found.cells[: len(self._cells)].any(axis=1))
@@ -328,7 +333,8 @@ class OpList:
         stored = np.vstack((here[self._read_ops], cells[:num_told]))
         slots = stored * np.array(sizes, np.int64)[:, None]
         ends = np.cumsum(slots, axis=0)
-        # In the slots of one tap, rows also come before the numbers of banks.
+        # Within the slots of one tap, rows come before the numbers of banks, as in the whole
+        # layout.
         tap = np.array([boundary_of_point(point) for point in places])
         by_tap = np.argsort(tap, kind="stable")
         within = np.empty_like(slots)
@@ -357,8 +363,8 @@ def _firsts(rows: NDArray[np.float32]) -> Ints:
 
 
 def _marks(count: int) -> Ints:
-    """Random numbers, [count]. The numbers are random so that no client can make different programs
-    or rows with equal sums."""
+    """Random numbers, [count]. Because they are random, no client can make different programs or
+    rows whose sums are equal."""
     found = _random[-1]
     while len(found) < count:  # another thread can append at the same time
         found = np.frombuffer(secrets.token_bytes(16 * len(found)), np.int64)

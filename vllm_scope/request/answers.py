@@ -1,5 +1,8 @@
 """The answer to one request that stands for several variants.
 
+In a sweep, the front-end sends one request for several edits of one prompt. EngineCore makes a
+request of each edit. These requests are the variants.
+
 Owns:  Answers, and the error text NO_LOGPROBS.
 Runs:  EngineCore makes Answers, and the front-end reads Answers. numpy, no torch.
 From:  engine.core.variants.   To: engine.frontend.sweeping.
@@ -12,13 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-#: The error text for a cell or a prompt of a sweep, if vLLM did not return its log-probabilities.
+#: The error text if vLLM did not return the log-probabilities that a sweep needs.
 NO_LOGPROBS = (
     "vLLM did not return the log-probabilities of the metric's tokens. With speculative decoding, "
     "Model Runner V1 returns no log-probabilities of named tokens; start the engine without "
     "speculative decoding."
 )
-#: The only key of `EngineCoreOutput.kv_transfer_params`, in which the front-end gets Answers.
+#: EngineCore sends Answers in the dict `EngineCoreOutput.kv_transfer_params`, under this key.
 _KEY = "scope_answers"
 
 
@@ -26,12 +29,13 @@ class Answers(NamedTuple):
     """The results of the variants of a request.
 
     Attributes:
-        logprobs: float32 [number of variants, number of tokens], log-probabilities of the tokens in
-            SamplingParams.logprob_token_ids, in the order of this list. If the list is None, the
-            log-probabilities of all token ids, in the order of the ids. The numbers of a variant
-            with an error are NaN. If all variants have errors, the number of tokens is 0.
+        logprobs: float32 [number of variants, number of tokens]. Each row has the log-probabilities
+            of the tokens in SamplingParams.logprob_token_ids, in this order. If that list is None,
+            each row has the log-probabilities of all token ids. If a variant has an error, its row
+            is NaN. If all variants have errors, the number of tokens is 0.
         errors: the reason why a variant failed, by the index of the variant.
-        others: True if EngineCore had requests outside of sweeps at its last step with variants.
+        others: True if EngineCore also had requests that belong to no sweep, in the last step with
+            variants.
     """
 
     logprobs: NDArray[np.float32]

@@ -26,7 +26,7 @@ from vllm_scope.errors import SpecError, checked_word, shown
 
 #: The largest count of numbers in one array: 4,096 rows of 4,096 numbers.
 MAX_NUMBERS = 1 << 24
-#: The types of values that are not numbers, and that a list of a caller can contain.
+#: Types that a caller's list can contain by mistake. A list with one of them is refused.
 _NO_NUMBERS = {str, bytes, dict, type(None)}
 DTYPES = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
 
@@ -57,7 +57,8 @@ class Array:
             return _from_json(value, where, most_dimensions)
         kinds = _kinds_in(value)
         try:
-            # numpy would give each text in a list the room of the longest text.
+            # Lists with texts are refused before numpy sees them, because numpy would give each
+            # text the room of the longest text.
             found = None if kinds & _NO_NUMBERS else np.asarray(_without_tensors(value, kinds))
         except ValueError:
             raise SpecError(f"{where} is ragged; its rows must be of one length.") from None
@@ -69,7 +70,7 @@ class Array:
 
     @staticmethod
     def known(shape: tuple[int, ...], data: bytes, digest: bytes) -> Array:
-        """Make an Array whose digest is known. The digest is not computed again."""
+        """Make an Array whose digest is known already, so that it is not computed again."""
         found = Array(shape, data)
         found.__dict__["digest"] = digest
         return found
@@ -113,8 +114,8 @@ def _kinds_in(value: object) -> set[type]:
 
 
 def _without_tensors(value: Any, kinds: set[type]) -> Any:
-    """The value with arrays in place of tensors, also in (nested) lists. `kinds` are the types that
-    `_kinds_in` returns for the value."""
+    """The value, in which numpy arrays replace torch tensors, also inside (nested) lists. `kinds`
+    is the result of `_kinds_in`."""
     if not any(hasattr(kind, "detach") for kind in kinds):
         return value
     if hasattr(value, "detach"):

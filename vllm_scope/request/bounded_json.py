@@ -4,8 +4,9 @@ Owns:  `decode`, `decode_counted`, `is_unicode`.
 Runs:  in every process. No torch.
 To:    spec, compat, server.
 
-Promise: the refusal of a text takes only a few passes over the characters of the text. The parsing
-of a text makes at most as many Python objects as MOST_NODES and MOST_ITEMS allow.
+Promise: a text with too many items is refused before it is parsed, after a few passes over its
+characters. Therefore MOST_NODES and MOST_ITEMS limit the number of Python objects that the parser
+makes.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from vllm_scope.errors import SpecError
 MOST_NODES = 1 << 14
 #: The largest number of items in all lists of one text, enough for 64 vectors of 4,096 numbers.
 MOST_ITEMS = 1 << 18
-#: All bytes except four. `[` begins a list, `{` an object, `:` a field's value, and `,` a further
-#: item or field. In a string, these four characters are also counted.
+#: All bytes except the four that are counted: `[` begins a list, `{` an object, `:` a field's
+#: value, and `,` a further item or field. These characters are also counted inside strings.
 _NOT_COUNTED = bytes(set(range(256)) - set(b"[{:,"))
 PACKED = "Send vectors as base64 ({dtype, shape, data}), or name a steering module."
 
@@ -53,7 +54,7 @@ def decode_counted(text: str, where: str, most_items: int = MOST_ITEMS) -> tuple
 
     Base64 text contains no comma. Therefore the numbers of a vector in base64 are not counted.
     """
-    # One pass that removes all other bytes is faster than one count for each of the four bytes.
+    # It is faster to remove all other bytes in one pass than to count each of the four bytes.
     counted = text.encode("utf-8", "surrogatepass").translate(None, _NOT_COUNTED)
     num_items = counted.count(b",")
     num_nodes = len(counted) - num_items

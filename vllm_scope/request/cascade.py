@@ -5,9 +5,13 @@ Runs:  in every process. No torch.
 From:  actions.probing (`after`).   To: spec and engine.monitors (the checks), resolved (the
        position).
 
-Promise: the first position of a later stage depends on the position of the verdict, on the prompt's
-length and on the engine's configuration. The first position does not depend on how the scheduler
-splits tokens into steps.
+A cascade is a chain of probes (stages). The first stage scores from the start. Each later stage
+begins to score after the verdict of the stage before it. A verdict is the first position at which a
+probe's value is above its threshold.
+
+Promise: the first position of a later stage depends only on the position of the verdict, the
+prompt's length and the engine's configuration. How the scheduler splits tokens into steps does not
+change it.
 """
 
 from __future__ import annotations
@@ -23,31 +27,31 @@ MOST_STAGES = 4
 
 
 def begins(verdict: int, num_prompt: int, step_tokens: int) -> int:
-    """The first position that a later stage scores. When the worker computes this position, the
-    worker has certainly received the verdict.
+    """The first position that a later stage scores. A worker always has the verdict before it
+    computes this position.
 
     The scheduler receives a verdict with the output of the step that computes the verdict's
-    position. With async scheduling, the scheduler has started one more step before the scheduler
-    receives the verdict. With drafts, the scheduler receives the verdict one step later, because
-    the token must first be accepted. Each step advances by at most `step_tokens` positions. The
-    bound `step_tokens` is only valid for generated tokens, because one step can process many tokens
-    of a prompt. Therefore a stage never begins inside a prompt.
+    position. With async scheduling, the next step has already started at this time. With drafts,
+    the scheduler receives the verdict one step later, because the token must first be accepted. A
+    step processes at most `step_tokens` generated tokens of a request. It can process many tokens
+    of a prompt, and therefore a stage never begins inside a prompt.
 
     Args:
-        verdict: the position of the first stage's verdict.
-        step_tokens: the same number as `Sites.step_tokens`.
+        verdict: the position of the verdict of the stage before.
+        step_tokens: 1 plus the number of draft tokens in a step (Sites.step_tokens).
     """
     in_flight = 1 if step_tokens == 1 else 2
     return max(num_prompt, verdict + step_tokens) + in_flight * step_tokens
 
 
 def check_cascades(probes: Sequence[Probe], where: Callable[[int], str], what: str) -> None:
-    """Check the cascades of some probes. Raises SpecError if a first stage is missing or cannot be
-    a first stage. Also raises SpecError for a cycle of probes or for too many stages.
+    """Check the cascades of some probes. Raises SpecError if the probe that `after` names is
+    missing or cannot be an earlier stage, if probes wait for each other in a circle, or if there
+    are too many stages.
 
     Args:
-        where: a function that returns the path of a probe in error messages, from the index of the
-            probe.
+        where: a function that takes the index of a probe, and returns the probe's path for error
+            messages.
         what: the word that error messages use for the probes, "probe" or "monitor".
     """
     index_of = {probe.name: i for i, probe in enumerate(probes)}

@@ -5,15 +5,18 @@ Owns:  CodecChoice (a codec's name and options), Head, and the kinds of heads:
        Strongest (the strongest features of an SAE), Likeliest (the likeliest next tokens),
        `Told` (numbers that taps compute), Scored (a Bank that taps compute),
        Summed (rows that the worker adds to sums on the device).
-Runs:  every process can make a CodecChoice, without torch. A process that has the model's sizes
-       makes a Head. The Head is sent together with the bytes that the Head makes.
+Runs:  in every process, without torch. Only a process that knows the model's sizes can make a Head.
+       Workers send the Head together with the bytes that it describes.
 From:  actions, resolve.   To: codecs.packed, worker.probe_bank, layout (sizes of heads' values).
 
-Promise: a head makes a fixed number of bytes from each row, and uses no other row. From an
-Encoding, a process can make the codec again. A Bank contains a digest of its weights, and not the
-weights. A Strongest contains the number of features, and the name of an SAE that the workers have
-loaded. A Likeliest contains the number of tokens. If a lens maps the rows first, the Likeliest also
-contains the key of this map (LensKey).
+A net is the function by which a probe computes numbers from a row (nets.py). A tap is the op in the
+compiled graph that reads rows. Taps write to device memory that is called the arena.
+
+Promise: a head makes a fixed number of bytes from each row, and uses no other row. An Encoding
+contains all options of its codec. A Bank contains a digest of its weights, and not the weights. A
+Strongest contains the number of features, and the name of an SAE that the workers have loaded. A
+Likeliest contains the number of tokens, and the key of the lens map, if a lens maps the rows first
+(LensKey).
 """
 
 from __future__ import annotations
@@ -29,9 +32,9 @@ from typing import Any, ClassVar, Self
 
 from vllm_scope.errors import SpecError, shown
 
-#: The codecs that a read can name, and the names of each codec's options. The codecs are the
-#: rowwise codecs of codecs.CODECS. This file repeats the names and does not import `codecs`,
-#: because `codecs` imports torch, and a caller's process possibly has no torch.
+#: The codecs that a read can name, and the names of each codec's options. They are the codecs in
+#: codecs.CODECS that encode each row alone. The names are repeated here, because `codecs` imports
+#: torch, and a caller's process may have no torch.
 READ_CODECS: dict[str, tuple[str, ...]] = {
     "none": (),
     "fp16": (),
@@ -44,7 +47,7 @@ READ_CODECS: dict[str, tuple[str, ...]] = {
 
 
 #: The key under which the workers store one map of a lens: (name of the lens, boundary of the map).
-#: The key of a held SAE is the SAE's name.
+#: A boundary is the number of a place in the model (sites.py).
 LensKey = tuple[str, int]
 #: The key of the model's own lens, which maps no rows.
 LENS: LensKey = ("", -1)
@@ -108,7 +111,7 @@ class Head:
     """A description of a computation on each row.
 
     Attributes:
-        text: two heads with equal texts compute the same bytes from a row.
+        text: identifies the computation. Heads with equal texts compute the same bytes from a row.
         row_bytes: number of bytes that the head makes from a row, without padding.
     """
 
@@ -128,8 +131,8 @@ class Encoding(Head):
 
 @dataclass(frozen=True)
 class Bank(Head):
-    """The nets of one request at one `Place`, in one stage of a cascade. The numbers of all nets
-    are float32, one after another."""
+    """The nets of one request at one `Place` and in one stage of a cascade. The result has the
+    numbers of all nets, as float32, one after another."""
 
     #: The `text` of a Bank begins with this word. (The text of an Encoding is a JSON object.)
     start: ClassVar[str] = "probes"
@@ -141,30 +144,31 @@ class Bank(Head):
         """The bank of some nets.
 
         Args:
-            digests: the digests of the nets (or of a `Told`'s gates and edits), in their order.
-            num_values: number of all numbers that the nets make from a row.
-            group: `Place.group`, by which two sites at one boundary differ.
+            digests: the digests of the nets, in order. For a `Told`, the digests of its gates and
+                edits.
+            num_values: the number of float32 numbers that all nets together make from a row.
+            group: `Place.group`. The two sites at one boundary have different groups.
             after: the same as `Probe.after`.
         """
-        # A layout is sorted by these texts, and "then" sorts after every digest. Therefore the
-        # banks of one group and stage are together in a layout.
+        # The heads in a layout are sorted by their texts, and "then" sorts after every digest.
+        # Therefore the banks of one group and stage are adjacent.
         stage = "" if after is None else f"then {after} "
         digest = hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
         return cls(f"{cls.start} {group} {stage}{digest}", 4 * num_values)
 
     @property
     def nameless(self) -> Bank:
-        """This bank without the digest. A front-end does not have the vectors of steering modules,
-        and cannot compute the digest. Therefore the front-end finds the numbers of a bank by the
-        bank's `Place`, its stage, and the count of its numbers."""
+        """This bank without the digest. The digest of a probe with a steering module's vector is
+        not known in a front-end, because front-ends do not have these vectors. Therefore a
+        front-end finds a bank's numbers by its `Place`, its stage, and the count of its numbers."""
         return type(self)(self.text.rpartition(" ")[0], self.row_bytes)
 
 
 @dataclass(frozen=True)
 class Told(Bank):
-    """Numbers that taps compute and write to the arena: float32, one after another. The worker
-    copies the numbers out of the arena without a further computation. The numbers of a `Told` that
-    is not a Scored are the gates' values and the edits' doses at one `Place`.
+    """Numbers that taps compute and write to the arena, as float32, one after another. The worker
+    copies the numbers without a further computation. A `Told` that is not a Scored has the values
+    of gates and the doses of edits at one `Place`.
     """
 
     start: ClassVar[str] = "told"
@@ -172,7 +176,7 @@ class Told(Bank):
 
 @dataclass(frozen=True)
 class Scored(Told):
-    """A Bank of few linear nets. Taps compute the numbers of the Bank, and copy no row for it."""
+    """A Bank of a few linear nets, whose numbers taps compute. Taps copy no row for such a Bank."""
 
     start: ClassVar[str] = "scored"
 
@@ -180,8 +184,8 @@ class Scored(Told):
 @dataclass(frozen=True)
 class Strongest(Bank):
     """The strongest features of an SAE that the workers have loaded. For each row, the result is
-    int32 indices, and then the same number of float32 values in descending order. If fewer features
-    than `count` are active, the remaining values are 0."""
+    `count` int32 indices, and then `count` float32 values in descending order. If fewer features
+    are active, the remaining values are 0."""
 
     start: ClassVar[str] = "strongest"
 
@@ -193,7 +197,7 @@ class Strongest(Bank):
 
     @property
     def nameless(self) -> Self:
-        """Returns this bank itself, because the text of a Strongest contains no digest."""
+        """This object itself. The text of a Strongest contains no digest."""
         return self
 
     @property
@@ -207,16 +211,17 @@ class Strongest(Bank):
 
     @property
     def maker(self) -> str | LensKey:
-        """The key under which the workers store the pair maker."""
+        """The key under which the workers store the SAE or lens that computes the (index, value)
+        pairs."""
         return self.sae
 
 
 @dataclass(frozen=True)
 class Likeliest(Strongest):
     """The likeliest tokens of a row by the model's own final norm and unembedding. A named lens can
-    map the row first. For each row, the result is int32 token ids, and then the same number of
-    float32 log-probabilities in descending order. If the vocabulary has fewer tokens than `count`,
-    the remaining ids are -1."""
+    map the row first. For each row, the result is `count` int32 token ids, and then `count` float32
+    log-probabilities in descending order. If the vocabulary has fewer tokens, the remaining ids are
+    -1."""
 
     start: ClassVar[str] = "likeliest"
 
@@ -254,7 +259,7 @@ class Summed(Head):
 
 @lru_cache(maxsize=4096)
 def known_head(text: str, row_bytes: int) -> Head:
-    """The head with these attributes, which another process of the engine has sent."""
+    """The Head with these attributes. Another process of the engine has sent the attributes."""
     kinds = Bank, Told, Scored, Strongest, Likeliest
     banks = (kind for kind in kinds if text.startswith(f"{kind.start} "))
     kind: type[Head] = next(banks, Encoding)

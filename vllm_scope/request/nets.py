@@ -11,9 +11,9 @@ A net makes one or more numbers from a row x (`.` is the dot product):
     Mlp              W2 f(W1 x + b1) + b2, or three layers   1 number
     AttentionPool    query_h . x and value_h . x             2 numbers for each head h
 
-If a probe has several layers of the model, its nets make the same count of numbers at each layer.
-The first numbers of all layers are added, then the second numbers, and so on. The score is computed
-from these sums.
+A probe of several layers of the model has one net for each layer. All nets of a probe make the same
+count of numbers. The first numbers of all nets are added, then the second numbers, and so on. The
+score is computed from these sums.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Net:
     """The computation that a probe makes on one row.
 
     Attributes:
-        layers: (weight [out, in], bias [out] or None) of each layer. The first layer's input is the
-            row.
-        hidden: the function between the layers. For a net with only one layer, `hidden` is None.
+        layers: (weight [out, in], bias [out] or None) of each layer of the net. The input of the
+            first layer is the row.
+        hidden: the name of the function between the layers. None if there is only one layer.
     """
 
     layers: tuple[tuple[Array, Array | None], ...]
@@ -235,8 +235,7 @@ class Ema:
 
 @dataclass(frozen=True)
 class RollingMean:
-    """The mean of the last `window` scores. If there are fewer than `window` scores, the mean of
-    all scores.
+    """The mean of the last `window` scores. With fewer scores, the mean of all scores.
 
     Args:
         window: the number of scores, 1 or more.
@@ -267,7 +266,7 @@ def parse_aggregate(value: object, where: str) -> Aggregate | None:
     Raises:
         SpecError: `value` is not an aggregate and not the JSON of an aggregate.
     """
-    if isinstance(value, str | None | Ema | RollingMean):  # a numpy array must not reach `match`
+    if isinstance(value, str | None | Ema | RollingMean):  # `match` would fail for an array
         match value:
             case None | Ema() | RollingMean() | "max" | "mean":
                 return value

@@ -16,8 +16,8 @@ from vllm_scope.errors import ConfigError, shown
 
 Options = TypeVar("Options", bound=BaseModel)
 
-#: The rule that an error text states, by pydantic's kind of error. The values of the words in
-#: braces are in pydantic's error.
+#: The end of this package's error text, by pydantic's kind of error. A word in braces is replaced
+#: by the value that pydantic's error has for the word.
 _MUST: dict[str, str] = {
     "string_type": "must be a string",
     "string_too_short": "must have {min_length} or more characters",
@@ -59,19 +59,20 @@ def checked(
 
     Args:
         where: the beginning of an error's sentence, before the option's name.
-        unsaid: fields of `model` that are not options. Error texts do not list these fields.
+        unsaid: fields of `model` that callers do not set. Error texts do not list these fields.
 
     Raises:
-        ConfigError: an option is missing, or its value or name is wrong. The text names one wrong
-            option, and its value and the allowed values, or the names of all options. If a
-            validator raises a ConfigError, the error has the text of the validator's ConfigError.
+        ConfigError: an option is missing, or its value or name is wrong. The text is about one
+            option. For a wrong value, it has the value and the allowed values. For a wrong name, it
+            has the names of all options. If a validator raises a ConfigError, the text is that of
+            the validator.
     """
     try:
         return model.model_validate(dict(body))
     except ValidationError as error:
         options = [name for name in model.model_fields if name not in unsaid]
-        # Errors about unknown names come first, because an option can be missing when its name is
-        # misspelt.
+        # Errors about unknown names come first: if a name is misspelt, pydantic also reports that
+        # the right name is missing.
         found = sorted(error.errors(), key=lambda one: one["type"] not in _NO_OPTION)
         sentence = _sentence_of(found[0], options)
         raise ConfigError(f"{where}{sentence.rstrip('.')}.") from None

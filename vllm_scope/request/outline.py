@@ -1,7 +1,9 @@
 """Makes specs that differ only in the layers, vectors and numbers of their edits.
 
 The cells of a sweep have such specs. Requests with one edit each, at different places, also have
-such specs.
+such specs. Their packed forms have equal bodies: the body has all of a spec except the layers,
+vectors and numbers of its edits (packed.py). An outline is the first resolved spec with a body.
+From the outline, `fitted` makes the resolved specs of all other specs with this body.
 
 Owns:  Outline.
 Runs:  in the front-end and in EngineCore, when a request enters, with numpy and without torch.
@@ -9,7 +11,7 @@ From:  packed (specs of one outline have equal bodies).   To: spec (Meanings).
 
 Promise: a Resolved that `fitted` returns equals the result of Spec.resolve. If Spec.resolve refuses
 a spec, `fitted` returns no Resolved. Values that do not depend on layers, vectors or numbers are
-computed one time for all such specs (Resolved.shared).
+computed one time for all specs of an outline (Resolved.shared).
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ _ALIKE: Final = (
     "scores_alone", "score_bytes", "num_states", "stopping", "firsts", "watched", "scaled",
     "destinations", "shared",
 )  # fmt: skip
-#: The measured memory of an outline, of each edit, and of each `Place`, in bytes. The numbers do
-#: not include the first spec, and include the caches from which other specs are made.
+#: The measured memory of an outline, of each edit, and of each `Place`, in bytes. The numbers
+#: include the caches in an outline, and do not include the first spec.
 _OUTLINE_BYTES, _EDIT_BYTES, _PLACE_BYTES = 6144, 2560, 384
 
 
@@ -41,8 +43,8 @@ _OUTLINE_BYTES, _EDIT_BYTES, _PLACE_BYTES = 6144, 2560, 384
 class Outline:
     """A resolved spec of edits. From this spec, `fitted` makes other specs with the same body.
 
-    The body of a Packed names Arrays and numbers by indices, and equal values have one index.
-    Therefore, if two Arrays or two numbers of the first spec are equal, they are equal in each spec
+    In place of Arrays and numbers, a body has indices. Equal values have the same index. Therefore,
+    if two Arrays or two numbers of the first spec are equal, they are also equal in each other spec
     with this body.
 
     Attributes:
@@ -58,8 +60,9 @@ class Outline:
     def of(packed: Packed, asked: Resolved, sites: Sites) -> Outline | None:
         """The outline of a resolved spec. None if the spec cannot have an outline.
 
-        A spec with an outline has edits only, and no policy. Each edit has one layer, names no
-        module and changes no features of an SAE. The spec delivers no gate's value and no dose.
+        A spec with an outline has only edits, and no policy. Each edit has one layer, names no
+        module, and is not a SetFeature or ScaleFeature. The spec delivers no values of gates and no
+        doses.
         """
         edits = asked.edits
         arrays = {edit.values.digest for edit in edits}
@@ -104,7 +107,7 @@ class Outline:
 
     @cached_property
     def _shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the Arrays, in the order of their indices."""
+        """The shapes of the first spec's Arrays, in the order of their indices."""
         gates = [edit.gate for edit in self.first.edits if edit.gate is not None]
         arrays = [*(edit.values for edit in self.first.edits), *(gate.vector for gate in gates)]
         shapes = {one.digest: one.shape for one in arrays}
@@ -112,7 +115,7 @@ class Outline:
 
     @cached_property
     def _forms(self) -> list[tuple[_Form, _Form | None]]:
-        """The form of each edit and of its gate."""
+        """The _Form of each edit, and of its gate."""
         arrays = {digest: i for i, digest in enumerate(self.packed.arrays)}
         numbers = {repr(x): i for i, x in enumerate((*self.packed.numbers, *_BOUNDS))}
 
@@ -146,13 +149,14 @@ class Outline:
         return known
 
 
-#: The numbers of a ResolvedEdit that are not in the spec. Both numbers stand for a missing bound.
+#: A Clamp without a lower or upper bound has one of these numbers in its ResolvedEdit. The packed
+#: spec does not contain them.
 _BOUNDS: Final = (math.inf, -math.inf)
 
 
 @dataclass(frozen=True)
 class _Form:
-    """An edit or a gate, and the fields that differ from spec to spec.
+    """An edit or a gate of the first spec, and the fields that other specs replace.
 
     Attributes:
         content: the values of all fields in the first spec.
@@ -174,8 +178,8 @@ class _Form:
 
         Args:
             index_of: the index of each Array, by the digest of the Array.
-            index: the index of each number, by the text of the number. (0.0 and -0.0 have different
-                texts.)
+            index: the index of each number, by the `repr` of the number. (0.0 and -0.0 must
+                differ.)
         """
         content = {each.name: getattr(one, each.name) for each in fields(one)}
         arrays, numbers, several = [], [], []
@@ -189,7 +193,7 @@ class _Form:
         return _Form(content, arrays, numbers, several)
 
     def filled(self, arrays: Sequence[Array], numbers: Sequence[float]) -> dict[str, Any]:
-        """The values of the fields in another spec, to which `arrays` and `numbers` belong."""
+        """The values of all fields in another spec, which has these Arrays and numbers."""
         found = self.content.copy()
         for name, at in self.arrays:
             found[name] = arrays[at]

@@ -4,12 +4,12 @@ Owns:  Packed, `pack`, `unpack`.
 Runs:  in front-ends and EngineCore (`pack`), in EngineCore and workers (`unpack`). No torch.
 From:  spec and resolve, whose actions are packed.   To: ticket, core.news.
 
-Promise: equal actions have equal digests. The body of a Packed does not contain the vectors.
-Therefore EngineCore can send a worker only those vectors that the worker does not have (core.news).
-The body of a spec also does not contain the layers and numbers of Add, Ablate, Clamp and Replace,
-and the numbers of gates. Therefore cells of a sweep that differ only in vectors, layers and numbers
-have equal bodies (outline). `unpack` does not check the actions again, because the actions were
-checked when they were made, and packed bytes never come from a caller.
+Promise: equal actions have equal digests. The body of a Packed does not contain vectors. Therefore
+EngineCore can send a worker only those vectors that the worker does not have (core.news). The body
+also does not contain the layers and numbers of Add, Ablate, Clamp and Replace, or the numbers of
+gates. Therefore specs that differ only in these values, such as cells of a sweep, have equal bodies
+(outline.py). `unpack` does not check the actions again: they were checked when they were made, and
+a caller cannot send packed bytes.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ from vllm_scope.request.resolved import (
 from vllm_scope.request.selectors import Except, Positions, Span, TokenIds, Union, Word
 from vllm_scope.request.sites import Place
 
-#: A packed object is a list, which contains the index of the object's class in _CLASSES, and then
-#: the object's fields.
+#: A packed object is a list: the index of the object's class in _CLASSES, and then the object's
+#: fields.
 _CLASSES: tuple[type[Any], ...] = (
     Read, Probe, Add, Ablate, Clamp, Replace, Module, CodecChoice,
     ResolvedRead, ResolvedProbe, ResolvedEdit, Encoding,
@@ -84,15 +84,16 @@ _NUMBER_OF = {cls: number for number, cls in enumerate(_CLASSES)}
 #: The classes of edits whose `layers` are not in the body. `layer` is not packed, because `layer`
 #: can be computed from `layers`.
 _PLACED = (Add, Ablate, Clamp, Replace)
-#: The classes whose numbers are not in the body.
+#: The classes of objects whose float numbers are not in the body.
 _NUMBERED = (*_PLACED, Gate)
 _FIELDS = [
     tuple(each.name for each in fields(cls) if cls not in _PLACED or each.name != "layer")
     for cls in _CLASSES
 ]
-#: Markers that replace the index of a class. The markers stand for these values, in this order: a
-#: tuple of objects, a tuple of plain values, the index of an Array, a `Place`, resolved edits (in
-#: groups that differ only in streams), the index of an edit's layers, the index of a number.
+#: A list that begins with one of these markers is not an object of _CLASSES. In this order, the
+#: markers stand for: a tuple of objects, a tuple of plain values, the index of an Array, a `Place`,
+#: resolved edits (in groups that differ only in streams), the index of an edit's layers, the index
+#: of a number.
 _TUPLE, _PLAIN, _ARRAY, _PLACE, _EDITS, _LAYERS, _NUMBER = -1, -2, -3, -4, -5, -6, -7
 _PLAIN_TYPES = {int, float, str, bool, type(None)}
 
@@ -106,11 +107,12 @@ class Packed(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         digest: a digest of the body, the vectors, the layers and the numbers.
         body: the actions in msgpack, without the values in `arrays`, `layers` and `numbers`.
-        arrays: the distinct digests of the Arrays that the body names by their indices.
+        arrays: the digests of the Arrays. In place of an Array, the body has an index into this
+            list.
         layers: the layers of each Add, Ablate, Clamp and Replace that names layers, in the order of
             the edits.
-        numbers: the distinct numbers that the body names by their indices. 0.0 and -0.0 are
-            distinct.
+        numbers: the distinct numbers (0.0 and -0.0 are distinct). In place of a number, the body
+            has an index into this list.
     """
 
     digest: bytes
@@ -130,9 +132,9 @@ class Packed(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class _Apart:
-    """The parts that `pack` leaves out of a body. `arrays` and `indices` have each Array and the
-    Array's index, by the Array's digest. `layers` has the layers of the edits. `numbers` has the
-    index of each number, by the number's text."""
+    """Collects the parts that `pack` leaves out of a body. `arrays` has the Arrays, and `indices`
+    the index of each Array, by digest. `layers` has the layers of the edits. `numbers` has the
+    index of each number, by the text of the number."""
 
     arrays: dict[bytes, Array] = field(default_factory=dict)
     indices: dict[bytes, int] = field(default_factory=dict)
@@ -152,7 +154,7 @@ class _Apart:
 
 
 class _Kept(NamedTuple):
-    """The parts that `pack` has left out of a body. The body contains the index of each part."""
+    """The parts that `pack` left out of a body, for `unpack`. The body has their indices."""
 
     arrays: list[Array]
     layers: list[tuple[int, ...]]
@@ -240,7 +242,8 @@ def _without_stream(edit: ResolvedEdit) -> tuple[object, ...]:
 
 
 def _edits_of(group: Any, kept: _Kept) -> list[ResolvedEdit]:
-    """The edits of one action, one for each stream. A request can have thousands of such edits."""
+    """The resolved edits of one action, one for each stream. There can be thousands, so that they
+    are made without their constructor."""
     first, streams = group
     content = _put_together(first, kept).__dict__
     found = []

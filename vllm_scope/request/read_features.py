@@ -4,8 +4,8 @@ Owns:  ReadFeatures, `check_feature`.
 Runs:  in front-ends, workers and clients. No torch.
 From:  resolved.   To: batch.sparse, files.index, server.encode, client.parsing.
 
-Promise: if a ReadFeatures says that a result cannot have a feature, an access to this feature is an
-error. The access does not return a row of zeros.
+Promise: if a ReadFeatures says that a result cannot have a feature, an access to this feature
+raises an error. It does not return zeros, which would mean that the feature is inactive.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from vllm_scope.errors import shown
 
 
 class ReadFeatures(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The features that the result of a `Features` can have. The JSON form leaves out a field that
-    is None.
+    """The features that the result of a `Features` action can have. The JSON form leaves out fields
+    that are None.
 
     Attributes:
-        num_features: number of features of the SAE. None if the action has `indices` and the SAE
-            is not a TopK SAE, because the workers then receive only the encoder's rows of these
-            features.
+        num_features: number of features of the SAE, or None. It is None if the action has `indices`
+            and the SAE is not a TopK SAE, because the workers then receive only the encoder's rows
+            of these features.
         asked: the features that the action named (`indices`). None if the action has `top_k`.
     """
 
@@ -31,7 +31,7 @@ class ReadFeatures(msgspec.Struct, frozen=True, omit_defaults=True):
     asked: tuple[int, ...] | None = None
 
 
-#: The value for answers and files of earlier versions, which do not name the read features.
+#: For answers and files of earlier versions of this package, which do not name the read features.
 NOT_KNOWN = ReadFeatures()
 
 

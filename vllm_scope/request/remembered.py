@@ -17,7 +17,7 @@ Value = TypeVar("Value")
 
 class Remembered(Generic[Key, Value]):
     """Values by key. If the limit is exceeded, the least recently used values are dropped first.
-    The value of the last `put` always stays.
+    The value of the last `put` always stays, even if it alone exceeds the limit.
 
     Args:
         most_bytes: limit of the sum of all values' sizes.
@@ -83,7 +83,7 @@ class Remembered(Generic[Key, Value]):
             return gone
 
     def discard(self, keys: Iterable[Key]) -> None:
-        """Drop the values of these keys. The time does not depend on the size of the cache."""
+        """Drop the values of these keys. Unlike `drop`, this method does not look at all values."""
         with self._lock:
             for key in keys:
                 if key in self._values:

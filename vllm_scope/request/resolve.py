@@ -4,6 +4,9 @@ Owns:  `resolve`, which makes a Resolved.
 Runs:  in the front-end (to check a request) and in EngineCore. numpy, no torch, no vLLM.
 From:  spec.   To: resolved.
 
+To resolve a spec is to replace its names by what they mean on one engine: "all" by the tapped
+layers, and the names of steering modules by vectors.
+
 Promise: a Resolved fits the engine's layers, row sizes and steering modules.
 """
 
@@ -44,9 +47,11 @@ from vllm_scope.request.sites import STREAM, Phase, Place, Sites, kind_of
 #: The largest number of scores of one token that a policy can see. Monitors' scores are not
 #: counted.
 MAX_SEEN = 32
-#: Taps compute the numbers of a bank on the residual stream if its nets are linear and make at most
-#: this many numbers together. A tap needs about the same time to compute one number as to copy the
-#: row. For any other bank, taps copy the rows, and the worker computes the numbers of many rows.
+#: A bank is all nets of a request's probes at one place. Taps compute the numbers of a bank if
+#: three conditions are met: the place is on the residual stream, all nets are linear, and they make
+#: at most this many numbers together. A tap needs about the same time to compute one number as to
+#: copy the row. For any other bank, taps copy the rows, and the worker computes the numbers of many
+#: rows together.
 MOST_SCORED = 4
 
 
@@ -110,13 +115,15 @@ def _resolve_banked(
     sites: Sites,
     modules: Mapping[str, Vectors],
 ) -> tuple[tuple[ResolvedProbe, ...], tuple[ResolvedFeatures, ...]]:
-    """The resolved probes and features. The nets at one `Place` and of one stage share a bank."""
+    """The resolved probes and features. The nets at one `Place` and in one stage of a cascade share
+    a bank."""
     nets = [
         *(_nets_of(probe, sites, modules, f"probes[{i}]") for i, probe in enumerate(probes)),
         *(_net_of_features(one, sites, f"features[{i}]") for i, one in enumerate(features)),
     ]
     afters = [*(probe.after for probe in probes), *(None for _ in features)]
-    #: A later stage has its own banks. Such banks are computed only after the stage has begun.
+    #: The nets of each bank, by (`Place`, name of the earlier stage or None). A later stage of a
+    #: cascade has its own banks, which are computed only after the stage has begun.
     at_place: dict[tuple[Place, str | None], list[Net]] = {}
     for after, some in zip(afters, nets, strict=True):
         for place, net in some:
@@ -144,7 +151,7 @@ def _resolve_banked(
 
 
 def _bank(place: Place, after: str | None, nets: Sequence[Net]) -> Bank:
-    """The bank of the nets at one `Place` and of one stage."""
+    """The bank of the nets at one `Place` and in one stage of a cascade."""
     num_values = sum(net.num_values for net in nets)
     linear = all(len(net.layers) == 1 for net in nets)
     # Taps compute scores only on the residual stream. At other sites, a tensor-parallel rank can
@@ -166,8 +173,8 @@ def _place_of(one: Features, sites: Sites, where: str) -> Place:
 
 
 def _net_of_features(one: Features, sites: Sites, where: str) -> list[tuple[Place, Net]]:
-    """The `Place` and the net for features whose encoder rows the request has sent. The net
-    computes the features' pre-activations. For a HeldSae, the list is empty."""
+    """The `Place` and the net of features whose encoder rows the request contains. The net computes
+    the pre-activations of the features. For an SAE that the workers hold, the list is empty."""
     place = _place_of(one, sites, where)
     if not isinstance(one.sae, EncoderRows):
         return []
@@ -191,8 +198,8 @@ def _resolved_features(one: Features, cells: tuple[Cell, ...], sites: Sites) -> 
 
 
 def _resolved_lenses(lens: tuple[LensTopK, ...], sites: Sites) -> Iterator[ResolvedFeatures]:
-    """One ResolvedFeatures for each layer of each LensTopK. ResolvedFeatures of the same lens and
-    `Place` share a head. The head computes as many tokens as the largest top_k of these actions."""
+    """One ResolvedFeatures for each layer of each LensTopK. Several LensTopK of the same lens and
+    `Place` share a head, which computes as many tokens as the largest of their `top_k`."""
     places = [
         sites.find(x.site, x.layer_numbers, f"lens[{i}]", x.embedding) for i, x in enumerate(lens)
     ]
@@ -211,7 +218,8 @@ def _resolved_lenses(lens: tuple[LensTopK, ...], sites: Sites) -> Iterator[Resol
 
 
 def _check_labels(named: tuple[ResolvedProbe | ResolvedFeatures, ...]) -> None:
-    """Raises SpecError if the label of a lens is also the name of a probe or of features."""
+    """Raises SpecError if the label of a lens at a layer (`lens_label`) is also the name of a probe
+    or of features."""
     labels: dict[str, bool] = {}
     for one in named:
         of_lens = isinstance(one, ResolvedFeatures) and one.lens is not None

@@ -3,6 +3,9 @@
 Owns:  `resolve_edits`, `module_rows`.
 Runs:  in the same processes as resolve. numpy, no torch.
 From:  actions.   To: resolve.
+
+If a gate or a dose has a name, its value at each token is delivered like a probe's score. The tap
+that computes the value also writes it to the arena. The values at one `Place` are a bank (Told).
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ from vllm_scope.vectors.module import TIERS
 def resolve_edits(
     edits: Sequence[Edit], sites: Sites, modules: Mapping[str, Vectors]
 ) -> tuple[tuple[ResolvedEdit, ...], tuple[ResolvedProbe, ...]]:
-    """The resolved edits in their order, and the scores that taps write: gates' values and doses.
+    """The resolved edits in their order, and the values that the edits deliver (values of gates,
+    and doses), as ResolvedProbes.
 
     Raises:
         SpecError: the same errors as Spec.resolve.
@@ -77,8 +81,8 @@ def resolve_edits(
     return tuple(map(told.of, found)), told.scores()
 
 
-#: An edit with one of these selectors can have a gate with a state. A state needs the scores of all
-#: generated tokens.
+#: If the gate of an edit has a state, the edit must have one of these selectors, because the state
+#: needs the scores of all generated tokens.
 _FROM_FIRST = (Word("all"), Word("generated"))
 
 
@@ -88,18 +92,19 @@ def _of_dose(edit: ResolvedEdit) -> bytes:
 
 
 class _Telling:
-    """The numbers that taps write to the arena, by `Place`."""
+    """Collects the values of gates and the doses that taps write to the arena, and assigns an index
+    in a bank to each."""
 
     def __init__(self) -> None:
-        #: By the name of a gate's value or a dose: the `Place` where a tap writes the number, the
-        #: digest of the gate or the key of the dose, and the tokens.
+        #: By the name of a gate or a dose: the `Place` whose tap writes the number, the digest of
+        #: the gate or the key of the dose, and the tokens.
         self._named: dict[str, tuple[Place, bytes, Selector]] = {}
-        #: By `Place`, and then by the digest or key of a number that a tap writes at this `Place`:
-        #: the index of the number in the bank.
+        #: The index of each number in its bank, by `Place`, and then by the digest of the gate or
+        #: the key of the dose.
         self._banks: dict[Place, dict[bytes, int]] = {}
         self._gates: dict[bytes, ResolvedGate] = {}
-        #: By the digest of a gate with a state: the `Place` where a tap writes the gate's value. It
-        #: is the last `Place` of the first edit whose gate has this digest and a name.
+        #: By the digest of a gate with a state: the `Place` whose tap writes the gate's value. If
+        #: several edits have this gate and name it, this is the last `Place` of the first of them.
         self._firsts: dict[bytes, Place] = {}
 
     def add_gate(self, name: str, gate: ResolvedGate, edited: Place, tokens: Selector) -> None:
@@ -120,8 +125,8 @@ class _Telling:
         some.setdefault(digest, len(some))
 
     def _at(self, place: Place, digest: bytes) -> ToldAt | None:
-        """The `ToldAt` of a number, or None if no tap writes the number. Call this method after the
-        last call of `add`."""
+        """Where a tap writes a number, or None if no tap writes it. Call this method after the last
+        call of `add`."""
         index = self._banks.get(place, {}).get(digest)
         return None if index is None else (place, self._told[place], index)
 
@@ -130,7 +135,7 @@ class _Telling:
         return {place: Told.of(some, len(some), place.group) for place, some in self._banks.items()}
 
     def of(self, edit: ResolvedEdit) -> ResolvedEdit:
-        """The edit with the `ToldAt` of its gate's value and of its dose."""
+        """The edit, with the places where taps write its gate's value and its dose."""
         if not self._named:
             return edit
         gate = edit.gate
@@ -175,7 +180,8 @@ def check_order(gate: ResolvedGate, edited: Place, where: str) -> None:
 
 
 def check_stages(asked: Resolved, num_stages: int) -> None:
-    """Raises SpecError if a pipeline stage could need a gate's value from another stage."""
+    """Raises SpecError if an edit on one pipeline stage could need the value of a gate on another
+    stage."""
     apart = [e for e in asked.edits if e.gate is not None and e.gate.place != e.stream]
     states = [e for e in apart if e.gate is not None and e.gate.state is not None]
     if states and num_stages > 1:
@@ -192,8 +198,8 @@ def check_stages(asked: Resolved, num_stages: int) -> None:
 
 
 def _on_stream(place: Place) -> tuple[int, int]:
-    """The order of a `Place` in a forward: (boundary of the stream, group). For a site inside a
-    layer, the last boundary of the stream before the site, and group 1."""
+    """A sort key for the order of places in a forward: (boundary on the stream, group). For a site
+    inside a layer, this is the last boundary of the stream before the site, and group 1."""
     if place.site in INNER_SITES:
         late = ("mlp_in", "mlp_out", MLP_SITE, ROUTER_SITE)
         return 2 * place.layer + (place.site in late), 1
@@ -250,9 +256,8 @@ def _resolve_features(
 
 
 def _within(tokens: Selector, tier: str | None) -> Selector | None:
-    """The selector of the tokens that `tokens` selects and that belong to the tier ("prompt" or
-    "generated"). Without a tier (None), the result is `tokens`. Returns None if no token can be
-    selected."""
+    """Limit a selector to a tier, which is "prompt" or "generated". If the tier is None, returns
+    `tokens` itself. Returns None if no token can be selected."""
     if tier is None:
         return tokens
     word = Word(tier)

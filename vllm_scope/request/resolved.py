@@ -4,6 +4,12 @@ Owns:  Resolved, and the classes of its parts.
 Runs:  in the front-end and in EngineCore, which make a Resolved (resolve), and in workers, which
        receive a Resolved. numpy, no torch, no vLLM.
 From:  resolve.   To: program.compiler (makes programs), results (the rows that must arrive).
+
+A stream is the rows of one site at one layer (a `Place`). A net is the function by which a probe
+computes numbers from a row. A bank is all nets of a request at one `Place`, which are computed
+together. If probes wait for the verdicts of other probes (a cascade), each stage of the cascade has
+banks of its own. A selector is uniform if it selects either all or none of the tokens of a phase
+(prompt or generated).
 """
 
 from __future__ import annotations
@@ -29,18 +35,20 @@ from vllm_scope.request.sites import Phase, Place
 from vllm_scope.vectors.module import VectorKey
 
 #: The measured memory of one action at one stream, and of each further stream of a read, in bytes.
-#: The compiled and cached data of the action is included in these numbers.
+#: The numbers include compiled and cached data of the action.
 _ACTION_BYTES, _STREAM_BYTES = 1536, 128
 #: The largest number of layers of all edits of one request together. The operations of the request
 #: have the same limit (program.compiled).
 MAX_EDITED = 1 << 13
 #: The vectors of a steering module. A vector with the key (site, layer) applies to every token. A
-#: vector with the key (site, layer, tier) applies to the tokens of the tier.
+#: vector with the key (site, layer, tier) applies only to tokens of the tier, "prompt" or
+#: "generated".
 Vectors = Mapping[VectorKey, Array]
 
 
 def lens_label(name: str, layer: int) -> str:
-    """The name of a lens's tokens at one layer. A probe or features cannot have this name."""
+    """The name of the tokens of a lens at one layer. No probe or features action of the request can
+    have this name."""
     return f"{name}.{layer}"
 
 
@@ -68,9 +76,10 @@ class Cell:
     """A probe, or a features action, at one layer.
 
     Attributes:
-        bank: the head with the cell's numbers. A bank of nets has the nets of all the request's
-            cells of the same stage at this `Place`.
-        net: the probe's net. A gate's value, an edit's dose and a Strongest have no net (None).
+        bank: the head that computes the cell's numbers. A bank of nets has the nets of all cells of
+            the request at this `Place` and in the same stage of a cascade.
+        net: the function by which the probe computes numbers from a row. None for a gate's value,
+            an edit's dose, features of a held SAE, and a lens.
         first: index of this cell's first number among the bank's numbers.
     """
 
@@ -82,15 +91,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class ResolvedProbe:
-    """A probe on one engine. The score is computed from the sums of the numbers of the probe's
-    cells.
+    """A probe on one engine. The numbers of the probe's cells are added, and the score is computed
+    from the sums.
 
     Attributes:
         cells: one cell for each layer.
         pools: True if the probe's weight is an AttentionPool.
         bias, activation, aggregate, to, threshold, after: the same as in Probe.
         stops: True if a verdict ends the request.
-        step_tokens: the same number as `Sites.step_tokens`.
+        step_tokens: the largest number of positions of a request in a decode step
+            (Sites.step_tokens).
     """
 
     name: str
@@ -121,7 +131,7 @@ class ResolvedProbe:
 
     @property
     def num_values(self) -> int:
-        """The count of numbers from which the score of a row is computed."""
+        """How many numbers each cell makes from a row."""
         net = self.cells[0].net
         return 1 if net is None else net.num_values
 
@@ -168,8 +178,8 @@ class ResolvedFeatures:
 
     @property
     def whole_sae(self) -> str | None:
-        """The name of the SAE if the strongest of all its features arrive. Returns None if
-        `indices` or a `threshold` leaves features out. For a lens, returns an empty string."""
+        """The name of the SAE, if the strongest of all its features are delivered. None if
+        `indices` or a `threshold` leaves features out. For a lens, an empty string."""
         (cell,) = self.cells
         chosen = self.indices is not None or self.threshold is not None
         return cell.bank.sae if isinstance(cell.bank, Strongest) and not chosen else None
@@ -231,10 +241,10 @@ class ResolvedEdit:
         values: the vector of the edit, [width of a row]. For replace, the given rows,
             [num_positions, width of a row]. For set_feature and scale_feature, the decoder's rows,
             [num_features, width of a row].
-        numbers: for add, (scale,). For clamp, (lo, hi, strength), where lo or hi is infinite if
-            there is no such bound. For set_feature and scale_feature, (bias, threshold, a, d,
-            active) for each feature, as in actions.features.
-        reads: for set_feature and scale_feature, the encoder's rows.
+        numbers: for add, (scale,). For clamp, (lo, hi, strength). If there is no lower or upper
+            bound, lo or hi is infinite. For set_feature and scale_feature, (bias, threshold, a, d,
+            active) for each feature (`changes` in actions/features.py).
+        reads: for set_feature and scale_feature, the encoder's rows. None for other kinds.
         name: the name by which a policy sets the scale of an add, or None.
         positions: for replace, one position for each row, in the caller's order.
         norm_match: for add, the same as in Add.
@@ -275,8 +285,8 @@ class ResolvedEdit:
     def stateless(self) -> ResolvedEdit | None:
         """The edit for tokens of the prompt: the same edit with a gate that has no state. None if
         the edit is the same for all tokens."""
-        # This method returns None, and not `self`, if the edit is the same for all tokens. An edit
-        # that caches itself would stay in memory, with its vectors, until Python collects cycles.
+        # The result is None, and not `self`, if the edit is the same for all tokens. Otherwise the
+        # edit would refer to itself, and would stay in memory until Python collects cycles.
         if self.gate is None or self.gate.state is None:
             return None
         return replace(self, gate=replace(self.gate, state=None))
@@ -297,8 +307,9 @@ class Resolved:
 
     @cached_property
     def shared(self) -> dict[Hashable, Any]:
-        """A cache for other modules. The values in the cache must not depend on the edits' layers,
-        vectors and numbers. Specs of one outline (request.outline) share one dict."""
+        """A cache for other modules. Specs that differ only in the layers, vectors and numbers of
+        their edits share one dict (request.outline). Therefore the cached values must not depend on
+        these."""
         return {}
 
     @cached_property
@@ -314,8 +325,8 @@ class Resolved:
         gates = [edit.gate for edit in self.edits if edit.gate is not None]
         vectors |= {id(gate.vector): len(gate.vector.data) for gate in gates}
         cells = (cell for one in self.banked for cell in one.cells)
-        # If taps compute a net, its weight is in memory twice: as a matrix, and as a vector for
-        # each row of the matrix.
+        # If taps compute a net, its weight is in memory twice: as a matrix, and row by row as
+        # vectors.
         nets = {
             id(cell.net): cell.net.num_bytes * (2 if isinstance(cell.bank, Scored) else 1)
             for cell in cells if cell.net is not None
@@ -338,8 +349,8 @@ class Resolved:
         """This spec, with `edits` (the server's edits) before this spec's edits, and `reads` (the
         reads of global sinks) after this spec's reads.
 
-        If the arguments are the same objects as in the last call, returns the same object, because
-        compiled programs are cached on the result.
+        If the arguments are the same objects as in the last call, the result is also the same
+        object, so that its cached programs are used again.
         """
         if not (edits or reads):
             return self
@@ -354,8 +365,8 @@ class Resolved:
         return found
 
     def ids_of(self, prompt_ids: Sequence[int]) -> Ids:
-        """The token ids of a prompt, in the form that `select` needs. If all selectors are uniform,
-        returns `prompt_ids` itself. Otherwise returns an array."""
+        """The token ids of a prompt, as an array for `select`. If all selectors are uniform, no
+        selector reads the ids, and the result is `prompt_ids` itself."""
         return prompt_ids if self.uniform else np.asarray(prompt_ids, np.int64)
 
     @cached_property
@@ -376,7 +387,7 @@ class Resolved:
 
     @cached_property
     def read_selectors(self) -> tuple[Selector, ...]:
-        """The distinct selectors of the actions that need rows."""
+        """The selectors of the actions that need rows, each one time."""
         return tuple(dict.fromkeys(x.tokens for x in self.taking))
 
     @cached_property
@@ -392,10 +403,10 @@ class Resolved:
 
     @cached_property
     def scores_alone(self) -> bytes | None:
-        """A digest of the probes and features, if workers can store the scores with KV blocks.
-        Otherwise None. Workers can store the scores only if each probe and each features action
-        selects all tokens and delivers to memory, and the request has no read and no Moments. Later
-        stages of cascades are ignored, because later stages do not score prompt tokens."""
+        """If workers can store the request's scores together with KV blocks, a digest of its probes
+        and features. Otherwise None. The scores can be stored only if each probe and each features
+        action selects all tokens and delivers to memory, and if the request has no read and no
+        Moments. Later stages of cascades are ignored, because they do not score prompt tokens."""
         always = self._always
         alike = all(p.tokens == Word("all") and p.to == MEMORY for p in always)
         if self.reads or self.moments or not always or not alike:
@@ -405,8 +416,8 @@ class Resolved:
 
     @cached_property
     def score_bytes(self) -> int:
-        """The bytes of all scores of one token, in whole slots. Later stages of cascades are not
-        included."""
+        """The bytes of all scores of one token. The scores of each bank take whole slots of 16
+        bytes. Later stages of cascades are not included."""
         cells = {(c.place, c.bank.text): c.bank for p in self._always for c in p.cells}
         # A slot of the arena has 16 bytes (program.layout).
         return sum(-(-bank.row_bytes // 16) * 16 for bank in cells.values())
@@ -424,14 +435,14 @@ class Resolved:
 
     @cached_property
     def firsts(self) -> frozenset[str]:
-        """The names of the first stages, for whose verdicts other probes wait."""
+        """The names of the probes for whose verdicts other probes wait (first stages)."""
         return frozenset(probe.after for probe in self.probes if probe.after is not None)
 
     @cached_property
     def watched(self) -> tuple[ResolvedProbe, ...]:
-        """The probes whose scores the worker reads while the request runs. The result has the
-        probes that can end the request, and the first stages. If there is a policy, probes with
-        tokens "all", "prompt" or "generated" are also in the result."""
+        """The probes whose scores the worker needs while the request runs: the probes that can end
+        the request, and the first stages. If there is a policy, also the probes with tokens "all",
+        "prompt" or "generated"."""
         policy, firsts = self.policy is not None, self.firsts
         return tuple(
             one for one in self.probes
@@ -461,8 +472,8 @@ class Resolved:
         return {bank: tuple(nets[at] for at in sorted(nets)) for bank, nets in found.items()}
 
     def banks_on_rows(self, here: frozenset[int] | None = None) -> dict[Bank, tuple[Net, ...]]:
-        """The `banks` that the worker computes from copied rows, without the banks that taps
-        compute. Calls with equal arguments return the same object.
+        """The `banks` that the worker computes from copied rows. Banks that taps compute are left
+        out. Calls with equal arguments return the same object.
 
         Args:
             here: the boundaries whose banks the caller wants. None stands for all boundaries.

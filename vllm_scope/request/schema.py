@@ -4,9 +4,9 @@ Owns:  `spec_schema`.
 Runs:  in every process. No torch.
 From:  the parser's classes, limits and words.
 
-Promise: a spec that `scope(...)` makes is valid. If the parser refuses a spec because of the spec's
-form, the spec is also invalid by the schema. The form is wrong if a value has a wrong type, a field
-or word is unknown, a field is missing, or a list has too many or too few items.
+Promise: a spec that `scope(...)` makes is valid. A spec of a wrong form, which the parser refuses,
+is also invalid by the schema. The form is wrong if a value has a wrong type, a field or word is
+unknown, a field is missing, or a list has too many or too few items.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ _LAYER = {"type": "integer", "minimum": 0, "maximum": MAX_LAYER - 1}
 
 
 def _said(cls: type[Any], schema: Schema) -> Schema:
-    """The schema, with the first line of the class's docstring as the schema's description."""
+    """The schema, described by the first line of the class's docstring."""
     return {"description": (cls.__doc__ or "").partition("\n")[0], **schema}
 
 
@@ -209,12 +209,14 @@ def _of_probes() -> Schema:
     }
 
 
-#: The schemas of those fields of states whose annotation does not define the allowed values.
+#: Schemas of fields of states. Only fields are here whose type annotation does not say which values
+#: are allowed.
 _OF_STATES: dict[str, Schema] = {
     "decay": {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
     "most_sum": _any(_NULL, _NUMBER | {"minimum": 0}),
 }
-#: The schemas of those fields of actions whose annotation does not define the allowed values.
+#: Schemas of fields of actions. Only fields are here whose type annotation does not say which
+#: values are allowed.
 _FIELDS = {
     "tokens": _ref("tokens"),
     "layers": _ref("layers"),
@@ -292,7 +294,8 @@ def _sites_of(cls: Any) -> tuple[str, ...]:
 
 
 def _layers_of(cls: Any) -> Schema:
-    """The schema of an action's layers, for a site that has layers."""
+    """The schema of an action's layers. The action's site has layers (it is not `embed` or
+    `ln_final`)."""
     if cls in (Read, LensTopK, Moments):
         return {}
     if cls is Probe:

@@ -18,11 +18,11 @@ A selector has one of these forms:
 Owns:  the selectors, their parsing and JSON, and `select`.
 Runs:  in every process, with numpy and without torch.
 
-Promise: `select` returns two masks, `certain` and `possible`. While the worker processes a token,
-the worker does not always know whether the token is selected, because the final length is not
-known, and a sampled id can still be on the device. The worker reads the rows of all tokens that are
-possible. After the request has ended, both masks are equal, and the front-end keeps only the rows
-of tokens that are certain.
+Promise: `select` returns two masks, `certain` and `possible`. While a request runs, it is not
+always known whether a token is selected: "last" depends on the final length, and TokenIds on ids
+that can still be on the device. The worker reads the rows of all tokens that are possible. After
+the request has ended, both masks are equal, and the front-end keeps only the rows of selected
+tokens.
 """
 
 from __future__ import annotations
@@ -40,21 +40,20 @@ from vllm_scope.errors import SpecError, shown
 
 MAX_ITEMS = 65_536
 MAX_DEPTH = 8
-#: The largest number of parts of one selector, and the largest number for all distinct selectors of
-#: a request together. In EngineCore and in the workers, the evaluation of one part takes 5 us in
-#: each step. If a request has edits, the evaluation of one part also takes 5 us for each KV block.
+#: The largest number of parts of one selector, and of all distinct selectors of a request together.
 #: The second number is 256 + 32, because each of 256 edits and 32 reads can have a different
-#: selector.
+#: selector. To evaluate one part takes 5 us in each step, in EngineCore and in the workers. If a
+#: request has edits, it also takes 5 us for each KV block.
 MAX_PARTS, MAX_PARTS_IN_ALL = 64, 288
 WORDS = ("all", "prompt", "generated", "last_prompt", "last")
-#: The token ids of a prompt. Each use of a list converts the list to int64 [n], which takes 40 ns
-#: for each token.
+#: The token ids of a prompt. If the ids are a list, each use converts the list to an int64 array,
+#: which takes 40 ns for each token.
 Ids = Sequence[int] | NDArray[np.int64]
-#: The number of bytes of one position or id in a selector, for the Python int and for the element
-#: of the array.
+#: The memory of one position or id in a selector, in bytes: the Python int, and the element of the
+#: array.
 ITEM_BYTES = 96
-#: The measured number of bytes of one part of a selector, without the part's items. The bytes of a
-#: Union or Except are divided among the parts of the selector, and included in this number.
+#: The measured memory of one part of a selector, in bytes, without the part's items. The memory of
+#: a Union or Except is divided among its parts, and is included in this number.
 _PART_BYTES = 512
 #: A number that is larger than any position, and that int64 can represent.
 FAR = 1 << 40
@@ -62,7 +61,7 @@ FAR = 1 << 40
 
 @dataclass(frozen=True)
 class Tokens:
-    """The known facts about some tokens of one request.
+    """Some tokens of one request, with all facts that a selector uses.
 
     Attributes:
         positions: int64 [n], ascending, distinct. Each position is an index into prompt + generated
@@ -88,7 +87,8 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Masks:
-    """The selected tokens as masks, bool [n] each. A token that is certain is also possible."""
+    """The tokens that are certainly selected, and the tokens that are possibly selected, as bool
+    masks [n]. A token that is certain is also possible."""
 
     certain: NDArray[np.bool_]
     possible: NDArray[np.bool_]
@@ -97,7 +97,7 @@ class Masks:
 class Selector:
     """The base class of all selectors. Selectors are frozen, comparable and hashable."""
 
-    #: The selectors of which this selector consists.
+    #: The selectors that this selector combines (Union and Except).
     parts: tuple[Selector, ...] = ()
     #: None makes numpy call the methods below for `array | selector` and `array - selector`.
     __array_ufunc__ = None
@@ -139,8 +139,8 @@ class Selector:
         positions = np.arange(num_prompt, dtype=np.int64)
         possible = self.select(Tokens.running(positions, num_prompt, prompt_ids)).possible
         hits = np.flatnonzero(possible)
-        # A hit in the prefix cache contains only tokens of the prompt. Therefore the first
-        # generated position is as good a bound as any later position.
+        # The bound limits how many tokens come from the prefix cache, which has only tokens of the
+        # prompt. Therefore no bound above the first generated position is needed.
         return int(hits[0]) if hits.size else num_prompt
 
     def check(self, num_prompt: int, max_position: int, where: str) -> None:
@@ -151,11 +151,10 @@ class Selector:
     def check_decided(
         self, num_prompt: int, prompt_ids: Ids, max_position: int, where: str
     ) -> None:
-        """Raise SpecError if a token can be processed before `select` can decide whether the token
-        is selected.
+        """Raise SpecError if a token can be processed before it is known whether it is selected.
 
         This check is for edits, because an edit applies when the token is processed. Reads do not
-        need this check, because the front-end can drop rows later.
+        need the check, because the front-end can drop rows later.
         """
         if self.uniform:
             return
@@ -171,7 +170,8 @@ class Selector:
 
 
 def _in(numbers: NDArray[np.int64], ascending: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Mask of the numbers in `ascending`. For few numbers, this code is faster than np.isin."""
+    """A mask: True for each of `numbers` that is in `ascending`. For few numbers, this is faster
+    than np.isin."""
     at = np.minimum(np.searchsorted(ascending, numbers), len(ascending) - 1)
     found: NDArray[np.bool_] = ascending[at] == numbers
     return found
@@ -238,8 +238,8 @@ class Positions(Selector):
 
     @property
     def given(self) -> tuple[int, ...]:
-        """The positions in the order of the caller. `_given` is not a field, because the order does
-        not matter to a selector, and is not sent to other processes."""
+        """The positions in the order of the caller. `_given` is not a field, so that selectors with
+        the same positions are equal, and the order is not sent to other processes."""
         given: tuple[int, ...] = self.__dict__.get("_given", self.positions)
         return given
 
@@ -326,7 +326,7 @@ class TokenIds(Selector):
 
 @dataclass(frozen=True)
 class Union(Selector):
-    """The tokens that at least one of several selectors selects, also written as `a | b`.
+    """The tokens that at least one of several selectors selects. `a | b` makes a Union.
 
     Attributes:
         parts: the merged selectors. No part is a Union. At most one part is a Positions, which has
@@ -360,7 +360,7 @@ class Union(Selector):
 
 @dataclass(frozen=True)
 class Except(Selector):
-    """The tokens that `base` selects and `without` does not select; also `base - without`."""
+    """The tokens that `base` selects and `without` does not select. `a - b` makes an Except."""
 
     base: Selector
     without: Selector
@@ -386,7 +386,8 @@ class Except(Selector):
 
 
 def _merged(parts: list[Selector]) -> tuple[Selector, ...]:
-    """The parts of a Union, merged into fewer parts, because each part takes time at every step."""
+    """The parts of a Union, merged into as few parts as possible, because each part takes time at
+    every step."""
     flat = [one for part in parts for one in (part.parts if isinstance(part, Union) else [part])]
     positions = [p for one in flat if isinstance(one, Positions) for p in one.positions]
     ids = {i for one in flat if isinstance(one, TokenIds) for i in one.ids}
@@ -484,8 +485,8 @@ def _parse_slice(parts: object, where: str) -> Span:
 
 
 def as_numbers(value: object) -> Any:
-    """Convert a numpy array or torch tensor to Python numbers, and a range, tuple or list to a list
-    (with its items converted). Other values are returned unchanged."""
+    """Convert a numpy array or torch tensor to Python numbers. A range, tuple or list becomes a
+    list, and arrays among its items are converted too. Other values are returned unchanged."""
     if isinstance(value, range | tuple | list):
         return [as_numbers(item) if hasattr(item, "tolist") else item for item in value]
     return value.tolist() if hasattr(value, "tolist") else value

@@ -8,14 +8,14 @@ residual stream, boundary 2k is the entry of layer k and the exit of layer k - 1
 between the attention and the MLP of layer k.
 
 Two sites can share a boundary, such as `resid_post` of layer k - 1 and `resid_pre` of layer k. The
-edits of `resid_post` apply before the edits of `resid_pre`. Therefore the stream can be read at
-three points of a shared boundary: level 0 is before all edits, level 1 is between the edits of the
-two sites, and level 2 is after all edits. At a boundary of only one site, level 0 is before the
-site's edits, and level 1 is after the site's edits.
+edits of `resid_post` apply before the edits of `resid_pre`. Therefore a shared boundary has three
+points at which the stream can be read: level 0 is before all edits, level 1 is between the edits of
+the two sites, and level 2 is after all edits. At a boundary of only one site, level 0 is before the
+site's edits, and level 1 is after them. The number of a point combines the boundary and the level.
 
-Sites inside a layer (INNER_SITES) and `ln_final` are not on the stream. Each of these sites has an
-index in KINDS. In the number of such a site's boundary at layer k, the upper bits are this index,
-and the lower 16 bits are k. All rows of one kind have the same width.
+Sites inside a layer (INNER_SITES) and `ln_final` are not on the stream. Each of these sites is a
+kind of its own, with an index in KINDS. At layer k, the boundary of such a site is the index times
+65,536, plus k. The stream is the kind 0. All rows of one kind have the same width.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from vllm_scope.errors import SpecError, shown
 #: The sites on the residual stream, with the names that TransformerLens uses. All sites can be read
 #: and probed.
 STREAM_SITES = ("embed", "resid_pre", "resid_mid", "resid_post")
-#: The sites whose rows can be the input of the model's final norm. (`embed` is `resid_pre` of layer
-#: 0.)
+#: The sites that a lens can read: the model's final norm can be applied to their rows. (`embed` is
+#: not in this list, because it is `resid_pre` of layer 0.)
 LENS_SITES = ("resid_pre", "resid_mid", "resid_post")
 #: The sites inside the attention.
 ATTENTION_SITES = ("q", "k", "v", "z")
@@ -48,12 +48,11 @@ INNER_SITES = (*ATTENTION_SITES, *BRANCH_SITES, MLP_SITE, ROUTER_SITE, *BLOCK_SI
 #: The output of the norm after the last layer.
 FINAL_SITE = "ln_final"
 SITES = (*STREAM_SITES, *INNER_SITES, FINAL_SITE)
-#: The sites that a model has one time, and not in each layer. The `Place` of these sites has layer
-#: 0.
+#: The sites that a model has one time, and not in each layer. Their `Place` has layer 0.
 MODEL_SITES = ("embed", FINAL_SITE)
 #: The sites that can be edited, which are all sites except ln_final.
 EDIT_SITES = tuple(site for site in SITES if site != FINAL_SITE)
-#: How an action names the embedding output. Errors about layers contain this text.
+#: The words with which an action names the embedding output, for errors about layers.
 EMBEDDING = "site='embed'"
 #: The sites of other tools that this package does not have, and how to get their values.
 ELSEWHERE = {
@@ -67,10 +66,10 @@ ALIASES = {"pre_attn": "resid_pre", "post_attn": "resid_mid", "post_block": "res
 #: A `Place` in the form that callers write: (site, layer). For a site in MODEL_SITES, the layer is
 #: 0.
 SiteLayer = tuple[str, int]
-#: The time at which a read takes the row of its site: before or after the edits of this site.
+#: Whether a read takes the row before or after the edits of its site.
 Phase = Literal["before", "after"]
 
-#: The largest number of layers of one action, and a number larger than any layer's number.
+#: The largest number of layers of one action. The number of a layer is below MAX_LAYER.
 MAX_LAYERS, MAX_LAYER = 4096, 1 << 31
 #: The number of points of one boundary.
 LEVELS = 3
@@ -112,8 +111,7 @@ class Place(NamedTuple):
         return point_of(self.boundary, self.group + (1 if phase == "after" else 0))
 
 
-#: For each site, its boundary at layer 0, and the difference between its boundaries at a layer and
-#: at the next layer.
+#: For each site: (its boundary at layer 0, the distance to its boundary at the next layer).
 _BOUNDARIES = {"embed": (0, 2), "resid_pre": (0, 2), "resid_mid": (1, 2), "resid_post": (2, 2)} | {
     kind: (number * _SPAN, 1) for number, kind in enumerate(KINDS) if number != STREAM
 }
@@ -160,8 +158,8 @@ def canonical_site(site: object, where: str) -> str:
 
 
 def layer_of(site: object, layer: int | None) -> int:
-    """The layer of a stream that a caller reads from a result. If the caller names no layer, the
-    result is 0 for a site without layers.
+    """The layer of a stream that a caller reads from a result. If the site has no layers, `layer`
+    can be None, and the result is 0.
 
     Raises:
         KeyError: the site has layers, and `layer` is None.
@@ -175,8 +173,8 @@ def layer_of(site: object, layer: int | None) -> int:
 
 
 def embedding_hint(way: str | None) -> str:
-    """The last sentence of an error about a layer. `way` is the argument `embedding` of
-    `parse_layers`. If `way` is None, returns an empty string."""
+    """The last sentence of an error about a layer, which says how to name the embedding output.
+    `way` is the argument `embedding` of `parse_layers`. If it is None, returns an empty string."""
     return "" if way is None else f" For the embedding output use {way}."
 
 
@@ -186,8 +184,8 @@ def parse_layers(
     """The distinct layers in the caller's order, or None for every tapped layer.
 
     Args:
-        embedding: the words by which a caller names the embedding output. None if the caller cannot
-            name the embedding output.
+        embedding: the words with which the caller can name the embedding output, for error texts.
+            None if the caller cannot name it.
 
     Raises:
         SpecError: a wrong type, no layer, too many layers, or a layer that is out of range.
@@ -267,13 +265,12 @@ class Sites:
         kernels: for each layer whose attention is tapped, the arguments of the attention kernel
             (`scale`, `sliding_window`, ...) except q, k and v.
         guard: the last boundary of the stream, if the configuration does not name that boundary.
-            The engine taps the guard to check edited rows for overflow. An action cannot use the
-            guard. There is no guard (None) if the configuration names the last boundary, or names
-            no boundary.
+            The engine taps it only to check edited rows for overflow, and actions cannot use it.
+            None if the configuration names the last boundary, or names no boundary.
         step_tokens: the largest number of positions of one request in a decode step, which is 1
             plus the number of drafts.
-        moved: layers before which the model changes the stream. `resid_pre` of such a layer differs
-            from `resid_post` of the layer before.
+        moved: layers before which the model changes the stream, so that `resid_pre` of the layer
+            differs from `resid_post` of the layer before.
     """
 
     num_layers: int
@@ -294,7 +291,8 @@ class Sites:
 
     @staticmethod
     def from_body(body: Mapping[str, Any], boundaries: Iterable[int]) -> Sites:
-        """Make Sites from a `body` that `dataclasses.asdict` made, with other boundaries."""
+        """Make Sites from `body`, which `dataclasses.asdict` made of a Sites object, with these
+        boundaries in place of the boundaries in `body`."""
         heads = body["heads"]
         given = {
             "boundaries": tuple(sorted(boundaries)),
@@ -322,8 +320,8 @@ class Sites:
 
     @property
     def row_sizes(self) -> tuple[int, ...]:
-        """The `row_size` of each kind, up to the last kind that is tapped. The size is 0 for a kind
-        whose size is not known, because `heads`, `mlp_size` or `num_experts` is None."""
+        """The `row_size` of each kind, up to the last kind that is tapped. If `heads`, `mlp_size`
+        or `num_experts` is None, the size of the kind is not known, and is 0 here."""
         last = kind_of(max(self.boundaries, default=0))
         unknown = {*(ATTENTION_SITES if self.heads is None else ())}
         sizes_of_parts = {MLP_SITE: self.mlp_size, ROUTER_SITE: self.num_experts}
@@ -333,7 +331,7 @@ class Sites:
 
     @property
     def vector_size(self) -> int:
-        """The number of elements of a row of the vector table, which fits the widest row."""
+        """The width of the device table of vectors, which is the width of the widest row."""
         return max(self.row_sizes)
 
     @cached_property
@@ -343,7 +341,7 @@ class Sites:
 
     @cached_property
     def of_lenses(self) -> tuple[Place, ...]:
-        """Each `Place` that a lens can read, because the final norm can be applied to the rows."""
+        """Each `Place` that a lens can read."""
         every = (Place(site, i) for site in LENS_SITES for i in range(self.num_layers))
         return tuple(
             place for place in every

@@ -44,20 +44,20 @@ from vllm_scope.request.resolved import Resolved, Vectors
 from vllm_scope.request.selectors import ITEM_BYTES, check_sizes
 from vllm_scope.request.sites import Place, Sites
 
-#: The longest JSON of a spec, in characters. A front-end parses 1 MiB of JSON in 5 ms. In base64,
-#: 80 vectors of 8,192 numbers have 3.5 MB, and 383 replaced rows of 4,096 numbers have 8 MiB.
+#: The longest JSON of a spec, in characters. This is enough for 383 replaced rows of 4,096 numbers
+#: in base64. (80 vectors of 8,192 numbers take 3.5 MB.) A front-end parses 1 MiB of JSON in 5 ms.
 MAX_SPEC_BYTES = 8 << 20
 MAX_READS = 32
 MAX_PROBES = 1024
 MAX_EDITS = 256
 MAX_FEATURES = 128
-#: The number of lenses is small, because for each lens, token and layer, the device computes one
-#: product with the unembedding.
+#: This limit is small, because a lens costs one product with the unembedding for each token and
+#: layer.
 MAX_LENSES = 4
 MAX_MOMENTS = 32
 MAX_STOPPING = 8
-#: The largest number of features of named SAEs that a spec's edits name. One feature takes a few
-#: bytes in the spec, and two rows of the SAE in memory.
+#: The largest number of features that all edits of a spec name, of SAEs that the engine has loaded.
+#: One such feature takes a few bytes in the spec, but two rows of the SAE in memory.
 MAX_NAMED = 256
 MOST = {
     "reads": MAX_READS, "probes": MAX_PROBES, "edits": MAX_EDITS, "features": MAX_FEATURES,
@@ -68,8 +68,9 @@ ACTIONS: dict[str, type[Action]] = {
     "reads": Read, "probes": Probe, "edits": Edit, "features": Features, "lens": LensTopK,
     "moments": Moments,
 }  # fmt: skip
-#: The limit in bytes of each of three caches (parsed specs, results of `of_engine`, Meanings), and
-#: the length of the longest text in the first cache. (Each lookup hashes the text.)
+#: The limit in bytes of each of three caches: parsed specs, results of `of_engine`, and Meanings.
+#: Texts longer than LONGEST_REMEMBERED are not in the first cache, because each lookup hashes the
+#: text.
 REMEMBERED_BYTES, LONGEST_REMEMBERED = 64 << 20, 1 << 20
 #: The largest resolved spec that is cached, in bytes.
 LARGEST_REMEMBERED = 32 << 20
@@ -131,8 +132,8 @@ class Spec:
                 )
 
     def with_edits(self, edits: tuple[Edit, ...]) -> Spec:
-        """A Spec with only the given edits. There is a fast path if this Spec is one edit without a
-        gate, and the given edit differs from that edit only in the layer and the vector."""
+        """A Spec with only the given edits. A fast path is for a Spec of one edit without a gate,
+        if the given edit differs from that edit only in the layer and the vector."""
         single = len(self.actions) == len(self.edits) == len(edits) == 1 and self.policy is None
         layers = edits[0].layer_numbers if single else None
         if layers is None or not have_one_body(self.edits[0], edits[0]):
@@ -213,8 +214,8 @@ class Spec:
     def of_engine(
         self, saes: Mapping[str, Any], lenses: Mapping[str, Collection[Place]] | None = None
     ) -> Spec:
-        """This spec, with the rows or sizes of SAEs in place of their names, and with the layers of
-        lenses. If the spec does not name an SAE or a lens, returns the spec itself.
+        """This spec, in which the rows or sizes of SAEs replace their names, and each named lens
+        has its layers. If the spec does not name an SAE or a lens, returns the spec itself.
 
         Args:
             saes: the SAEs that the engine has loaded, by name.
@@ -249,7 +250,8 @@ class Spec:
 
     @cached_property
     def packed(self) -> Packed:
-        """The spec in the form that is sent, without vectors. `arrays` has the vectors."""
+        """The spec in the form that processes send to each other. It has no vectors, which are in
+        `arrays`."""
         return self._packed[0]
 
     @property
@@ -263,15 +265,15 @@ class Spec:
 
     @staticmethod
     def unpack(packed: Packed, arrays: Mapping[bytes, Array]) -> Spec:
-        """Unpack a spec that a front-end has packed. The front-end has checked the spec. `unpack`
-        does not check the spec again."""
+        """Unpack a spec that a front-end has packed. The spec is not checked again, because the
+        front-end has checked it."""
         found = object.__new__(Spec)
         found.__dict__.update(zip(_names(), unpack(packed, arrays), strict=True))
         return found
 
     @staticmethod
     def _parse(text: str) -> tuple[Spec, int]:
-        """The spec of a text, and the approximate number of items of the text."""
+        """The spec of a text, and about how many items the text has."""
         body, num_items = decode_counted(text, "the spec")
         known = [*MOST, "policy"]
         if not isinstance(body, dict):
@@ -313,8 +315,7 @@ def _names() -> tuple[str, ...]:
 
 
 _parsed: Remembered[str, Spec] = Remembered(REMEMBERED_BYTES)
-#: A tuple of the engine's SAEs, the engine's lenses, and the spec that `of_engine` made with these
-#: SAEs and lenses.
+#: (The engine's SAEs, its lenses, the spec that `of_engine` made with them.)
 _Expanded = tuple[Mapping[str, Any], Mapping[str, Collection[Place]] | None, Spec]
 #: The results of `of_engine` for specs that name SAEs or lenses, by the digest of the spec.
 _expanded: Remembered[bytes, _Expanded] = Remembered(REMEMBERED_BYTES)
@@ -323,8 +324,9 @@ _expanded: Remembered[bytes, _Expanded] = Remembered(REMEMBERED_BYTES)
 class Meanings:
     """A cache of resolved specs for one engine, with a limit in bytes.
 
-    The registry and a front-end call `forget` when a name gets another module. The registry calls
-    `forget_arrays` when vectors are dropped. Both calls drop cached specs, and so free the vectors.
+    If the name of a steering module gets another module, the registry and the front-ends call
+    `forget`. If vectors are dropped, the registry calls `forget_arrays`. Both calls drop cached
+    specs, which frees their vectors.
     """
 
     def __init__(self, sites: Sites) -> None:
@@ -354,12 +356,13 @@ class Meanings:
         self, packed: Packed, arrays: Mapping[bytes, Array], modules: Mapping[str, Vectors],
         version: tuple[Hashable, ...] = (), spec: Spec | None = None,
     ) -> Resolved:  # fmt: skip
-        """The resolved spec, which comes from the cache, from an outline, or from Spec.resolve.
+        """The resolved spec of `packed`. It comes from the cache, from an outline, or from
+        Spec.resolve.
 
         Args:
             arrays: the spec's vectors, by digest.
-            version: a tuple that changes when the name of a module gets another module. The tuple
-                is empty if the spec names no module.
+            version: a tuple that differs whenever the modules differ. It is empty if the spec names
+                no module.
             spec: the Spec of `packed`. If None, `packed` is unpacked when a Spec is needed.
 
         Raises:

@@ -13,16 +13,16 @@ from vllm_scope.request.sites import SiteLayer
 
 class OverStreams:
     """Iteration, `len` and `in` for an object with streams. Iteration gives the pairs (site, layer)
-    of the streams. In a condition, an object without streams also counts as true. Therefore
-    `if output.scope` tests whether a result exists."""
+    of the streams. In a condition, the object always counts as true, also without streams.
+    Therefore `if output.scope` tests whether a result exists."""
 
     def keys(self) -> list[SiteLayer]:
         """The pair (site, layer) of each stream."""
         raise NotImplementedError
 
     def _at(self, stream: object) -> object:
-        """The key or the rows of a stream. `stream` can have any form that `[...]` of the object
-        accepts.
+        """The key or the rows of a stream. `stream` can have any form that the object accepts in
+        `[...]`.
 
         Raises:
             KeyError: the object has no such stream. TypeError: `stream` has a wrong form.

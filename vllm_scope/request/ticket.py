@@ -19,10 +19,10 @@ from vllm_scope.request.remembered import Remembered
 
 #: An Array in the form in which it is sent: (digest, shape, data).
 _Travelling = tuple[bytes, tuple[int, ...], bytes]
-#: If a ticket's content has more bytes than this number, the content is compressed. With many named
-#: probes, most of the content is repeated text.
+#: A content of more bytes than this is compressed. With many named probes, most of the content is
+#: repeated text.
 _LONG = 1 << 10
-#: The limit of each of two caches, in bytes: the cache of sent specs, and of received specs.
+#: The limit of each of two caches, in bytes: of sent specs, and of received specs.
 _KEPT_BYTES = 16 << 20
 
 
@@ -36,9 +36,9 @@ class Recipient(msgspec.Struct, frozen=True, array_like=True):
         uid: the request's id at sinks. All completions of the request have the same uid.
         child: index of the completion among the request's completions.
         owner: the same as Asker.owner: a digest of the API key, or an empty string offline.
-        follows: True if the caller sees outputs before the last output.
-        awaits: False if the request ends with its last token, because the workers do not send
-            anything about the request to the front-end.
+        follows: True if the caller sees outputs while the request runs.
+        awaits: True if the workers send something about the request to the front-end. If False, the
+            front-end does not wait after the last token.
     """
 
     key: int
@@ -55,14 +55,14 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """A request that has passed its front-end's check.
 
     Attributes:
-        first_position: a lower bound of the positions whose rows are needed, or None for no rows.
+        first_position: no row before this position is needed. None if no rows are needed.
         modules: the names of the spec's steering modules, whose vectors EngineCore has.
         spec: the actions of the request.
         arrays: the spec's Arrays, except the Arrays that the front-end has sent ahead
             (core.sent_ahead).
-        variants: if the request stands for several variants, the spec of each variant. Each variant
-            has the prompt and parameters of this request. `spec` is then the spec of the first
-            variant, and `arrays` has the Arrays of all variants.
+        variants: for a sweep, one request can stand for several variants, which have its prompt and
+            parameters, and a spec of their own. Then `variants` has the spec of each variant,
+            `spec` is the first of them, and `arrays` has the Arrays of all. Otherwise empty.
     """
 
     recipient: Recipient
@@ -128,9 +128,8 @@ _Content = tuple[tuple[str, ...], Packed]
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Wire).decode
 _decode_content = msgspec.msgpack.Decoder(_Content).decode
-#: The contents in the form that was sent and in the form that was received, by (digest of a spec,
-#: number of the spec's modules). The digest covers the names of modules, which are in the spec's
-#: body.
+#: The encoded contents that were sent, and the decoded contents that were received. The key is
+#: (digest of a spec, number of the spec's modules). The digest covers the names of the modules.
 _sent: Remembered[tuple[bytes, int], bytes] = Remembered(_KEPT_BYTES)
 _came: Remembered[tuple[bytes, int], _Content] = Remembered(_KEPT_BYTES)
 #: The first byte of a content that zlib has compressed. No msgpack array begins with this byte.

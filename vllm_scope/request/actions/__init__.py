@@ -25,9 +25,8 @@ Every edit is an update of a token's row x (`.` is the dot product):
     SetFeature, ScaleFeature           set or scale an SAE's feature in x
 
 If the edit has a gate with the value g, the change of x is multiplied by g. Edits of one site apply
-in the order of the request. A read or probe gets the row after the edits of its own site. A read
-with `when="before"` gets the row before the edits of its own site. A gate also gets the row before
-the edits of its own site.
+in the order of the request. Reads and probes get the row after the edits of their site. Gates, and
+reads with `when="before"`, get the row before the edits of their site.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ __all__ = [
     "action_from_json",
 ]  # fmt: skip
 
-#: kind -> class.
+#: The class of each action, by its `kind`.
 KINDS: dict[str, type[Any]] = {
     action.kind: action
     for action in (
@@ -87,8 +86,8 @@ def action_from_json(cls: type[Any], body: object, where: str) -> Any:
     """Parse one action from its JSON form.
 
     Raises:
-        SpecError: the JSON is not a valid action. The text names `where` and the field, the given
-            value and the allowed values.
+        SpecError: the JSON is not a valid action. The text names the field (after `where`), the
+            given value and the allowed values.
     """
     if not isinstance(body, dict):
         raise SpecError(f"{where} is {shown(body)}; it must be an object.")
@@ -103,7 +102,8 @@ def action_from_json(cls: type[Any], body: object, where: str) -> Any:
     try:
         return cls(**body)
     except TypeError:
-        # A TypeError means that an argument is missing, because unknown fields were refused above.
+        # Unknown fields were refused above, and therefore a TypeError means that an argument is
+        # missing.
         raise without(cls, body, where) from None
     except SpecError as error:
         text = str(error).replace(f"{cls.__name__} has no layer;", f"{where} has no layers;")

@@ -21,10 +21,10 @@ T = TypeVar("T")
 Layers = Sequence[int] | str | int | None
 
 MAX_NAME = 200
-#: Features have numbers below this one, because their numbers are delivered as int32.
+#: The number of a feature is below this limit, because feature numbers are delivered as int32.
 MOST_FEATURES = 1 << 31
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
-#: The default of `to`, with which the request's result contains the rows and scores.
+#: The default of `to`: the rows and scores go into the request's result.
 MEMORY = "memory"
 
 
@@ -36,7 +36,7 @@ class Module:
 
 
 def number(value: object, where: str) -> float:
-    """Convert a number to a float. Raises SpecError for a value that is not a number, or not finite
+    """Convert a number to a float. Raises SpecError if the value is not a number, or is not finite
     in float32."""
     if getattr(value, "shape", None) == ():  # numpy or torch made this scalar
         value = value.tolist()  # type: ignore[attr-defined]
@@ -56,8 +56,8 @@ def without(cls: type[Any], given: Mapping[str, object], where: str) -> SpecErro
 
 
 def checked_name(value: object, where: str) -> str:
-    """Check a name, and return the name. Raises SpecError if `value` is not a string of 1 to
-    MAX_NAME characters, or cannot be encoded in UTF-8."""
+    """Return the name. Raises SpecError if it is not a string of 1 to MAX_NAME characters, or
+    cannot be encoded in UTF-8."""
     if not isinstance(value, str) or not value or len(value) > MAX_NAME:
         raise SpecError(
             f"{where} is {shown(value)}; a name is a string of 1 to {MAX_NAME} characters."
@@ -83,8 +83,9 @@ def vector_or_module(value: object, where: str) -> Array | Module:
 
 
 def feature_numbers(value: Any, where: str, most: int, limit: str) -> tuple[int, ...]:
-    """The numbers of 1 to `most` features, from one number or from several. Raises SpecError if
-    `value` is anything else; the last words of the error about their count are `limit`."""
+    """Convert one feature number, or a list of 1 to `most` feature numbers, to a tuple. Raises
+    SpecError for any other value. If there are too many or none, the text of the error ends with
+    `limit`."""
     given = value.tolist() if hasattr(value, "tolist") else value
     found = tuple(given) if isinstance(given, list | tuple) else (given,)
     if not 1 <= len(found) <= most:
@@ -99,8 +100,9 @@ def feature_numbers(value: Any, where: str, most: int, limit: str) -> tuple[int,
 
 
 def sae_rows(cls: type[T], value: object, where: str, allowed: str) -> T:
-    """Parse a JSON object with all fields of a class of rows of an SAE. An object of this class is
-    returned without changes. The error for other values has `allowed` and the names of the fields.
+    """Parse a JSON object with the fields of `cls`, which is FeatureRows or EncoderRows. An object
+    of `cls` is returned without changes. For any other value, raises SpecError with a text that has
+    `allowed` and the names of the fields.
     """
     if isinstance(value, cls):
         return value
@@ -117,8 +119,9 @@ def held(name: str, there: Mapping[str, T], where: str, what: str, option: str) 
     """The engine's SAE or lens with this name. Raises SpecError if the engine has none.
 
     Args:
-        there: all SAEs or all lenses of the engine, which the operator names in `option`.
-        what: "SAE" or "lens", for the error.
+        there: all SAEs or all lenses of the engine, by name.
+        what: "SAE" or "lens", for the error's text.
+        option: the engine's option that names the SAEs or lenses, for the error's text.
     """
     if name not in there:
         known = ", ".join(sorted(there)[:8]) or "none"
@@ -144,7 +147,7 @@ class Action:
     #: The fields of the JSON form, except site, layers and tokens. The first field of an edit is
     #: the edit's vector, direction, rows or SAE.
     fields: ClassVar[tuple[str, ...]] = ()
-    #: The argument `embedding` that this class passes to `parse_layers`.
+    #: How this class names the embedding output (the argument `embedding` of `parse_layers`).
     embedding: ClassVar[str] = EMBEDDING
 
     site: str = "resid_post"
@@ -157,8 +160,8 @@ class Action:
             object.__setattr__(self, name, value)
 
     def _given(self, name: str, default: str) -> str:
-        """The value of a field, or `default` if the caller has left the field out. Another value
-        that counts as false, such as 0, is returned, and later refused."""
+        """The value of a field, or `default` if the field is None or "". A wrong value that also
+        counts as false, such as 0, is returned, so that a later check refuses it."""
         value = getattr(self, name)
         return default if value is None or value == "" else value
 
@@ -177,7 +180,7 @@ class Action:
         layer, layers = self.layer, self.layers
         if layer is None or layers is None:
             return layers if layer is None else layer
-        # dataclasses.replace passes `layer` and `layers`, with the values that _place has set.
+        # dataclasses.replace passes both, with the values that `_place` has set.
         if isinstance(layers, str | tuple) and layers in (layer, (layer,)):
             return layers
         raise SpecError(f"{type(self).__name__} has layer and layers; give one of them.")

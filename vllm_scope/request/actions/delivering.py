@@ -37,12 +37,13 @@ class Read(Action):
         tokens: a selector (`vllm_scope.request.selectors`). "all" by default.
         when: "after" for the row after the edits of the same site, or "before" for the row before
             the edits of the same site.
-        to: "memory" if the request's result shall contain the rows, or the name of a sink of the
-            engine, which is "filesystem" or a plugin's name.
-        tag, name: for sinks only, the folder for a group of requests, and the name of this request.
-        codec: the codec that encodes the rows on the device before the rows are copied. `codec` is
-            the codec's name, or an object such as {"name": "rp8", "k": 128, "seed": 3}. The result
-            decodes the rows. docs/codecs.md describes the loss of each codec.
+        to: the destination of the rows. With "memory", the request's result has the rows. Other
+            destinations are sinks of the engine: "filesystem", or the name of a plugin.
+        tag, name: only for sinks. `tag` names the folder for a group of requests. `name` names this
+            request in the folder.
+        codec: the codec that makes rows smaller on the device, before they are copied to the host.
+            It is a codec's name, or an object such as {"name": "rp8", "k": 128, "seed": 3}. The
+            result has decoded rows. docs/codecs.md describes the loss of each codec.
 
     Raises:
         SpecError: a wrong type, an unknown site, codec or option, an empty list of layers, a

@@ -29,8 +29,8 @@ COMMON = ("gate", "dose")
 
 @dataclass(frozen=True, kw_only=True)
 class Edit(Action):
-    """The base class of actions that change a row. `fields[0]` names the field with the vector,
-    direction, rows or SAE."""
+    """The base class of actions that change a row. `fields[0]` is the name of the field with the
+    edit's vector, direction, rows or SAE."""
 
     gate: Any = None
     dose: str | None = None
@@ -42,12 +42,12 @@ class Edit(Action):
 
     @property
     def num_named(self) -> int:
-        """If the edit names an SAE, the number of features that the edit names. Otherwise 0."""
+        """How many features of an SAE the edit names. 0 if the edit does not name an SAE."""
         return 0
 
     def of_engine(self, saes: Mapping[str, Any]) -> Edit:
-        """This edit with the rows of an SAE in place of the SAE's name. If the edit names no SAE,
-        returns the edit itself.
+        """If the edit names an SAE of the engine, the edit with the encoder and decoder rows of its
+        features in place of the SAE's name. Otherwise the edit itself.
 
         Args:
             saes: the SAEs that the engine has loaded, by name.
@@ -90,9 +90,9 @@ class Edit(Action):
 
         Args:
             value: one vector for all layers, [width of a row], or one vector for each layer,
-                [num_layers, width of a row]. If `most_dims` is 3, `value` is one block of n rows
-                for all layers, [n, width of a row], or one block for each layer,
-                [num_layers, n, width of a row].
+                [num_layers, width of a row]. For Replace (`most_dims` is 3), a block of n rows
+                takes the place of a vector: [n, width of a row] for all layers, or [num_layers, n,
+                width of a row].
         """
         name, kind = self.fields[0], type(self).__name__
         self._set(**{name: value})
@@ -104,8 +104,9 @@ class Edit(Action):
 
 
 def _check_rows(value: Array, layers: tuple[int, ...] | None, where: str, most_dims: int) -> None:
-    """Raise SpecError if `value` has neither one row (or block) for all layers, nor one row (or
-    block) for each layer."""
+    """Raise SpecError if `value` has more than `most_dims` dimensions, or does not have one row (or
+    block of rows) for each layer. A value for all layers, which has fewer dimensions, is accepted.
+    """
     if len(value.shape) < most_dims:
         return
     if len(value.shape) > most_dims:
@@ -126,9 +127,8 @@ class Add(Edit):
     """Add a vector: `x + scale * v`.
 
     Args:
-        vector: an array [width of a row] with one vector for all layers, an array [num_layers,
-            width of a row] with one vector for each layer, or the name of a registered steering
-            module.
+        vector: one vector for all layers, [width of a row]; one vector for each layer, [num_layers,
+            width of a row]; or the name of a steering module that is registered in the engine.
         site, layer: the `Place` of the edit. If no layer is given, a module applies at every
             `Place` for which the module has a vector.
         scale: a number. The vector is not normalised.
@@ -136,12 +136,12 @@ class Add(Edit):
         norm_match: if True, the edit adds `scale * ||x|| * v / ||v||`.
         max_relative_norm: upper bound of `||change|| / ||x||`. If `max_relative_norm` is None, the
             change has no bound.
-        name: the name by which the request's `Policy` sets `scale`. Without a name, `scale` is
+        name: a name with which the request's `Policy` can set `scale`. Without a name, `scale` is
             fixed.
         gate: a condition on the token's rows. The change is multiplied by the gate's value, which
             is from 0 to 1.
-        dose: the name of the edit's doses in the result. The dose at a token is the actual
-            `||change|| / ||x||`. Without this name, the doses are not delivered.
+        dose: a name under which the result has the edit's dose at each token, the actual
+            `||change|| / ||x||`. Without this name, doses are not delivered.
 
     Raises:
         SpecError: a wrong type or shape, a number that is not finite, no layer, or a zero vector
@@ -239,9 +239,9 @@ class Replace(Edit):
     """Replace (patch) the rows at some positions with given rows.
 
     Args:
-        values: an array [num_positions, width of a row] with the same rows for every layer, [width
-            of a row] with the row of one position, or [num_layers, num_positions, width of a row]
-            with different rows for each layer.
+        values: the new rows. The shape is [num_positions, width of a row] for the same rows at
+            every layer, [num_layers, num_positions, width of a row] for different rows at each
+            layer, or [width of a row] for one position.
         positions: distinct positions, one for each row. Negative positions count from the prompt's
             end.
         site, layer: the `Place` of the edit.

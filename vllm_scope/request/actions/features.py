@@ -1,6 +1,6 @@
 """Actions that change features of a sparse autoencoder in a row.
 
-Owns:  SetFeature, ScaleFeature, FeatureRows (the rows of an SAE that these edits need).
+Owns:  SetFeature, ScaleFeature, FeatureRows (the encoder and decoder rows that these edits need).
 To:    resolve_edits.
 
 Let f be the feature's activation in the row x, and D the feature's row of the decoder:
@@ -8,9 +8,9 @@ Let f be the feature's activation in the row x, and D the feature's row of the d
     SetFeature    x + (value - f) * D, or x + value * D with `add`
     ScaleFeature  x + (factor - 1) * f * D
 
-With `only_if_active`, SetFeature does not set a feature that is 0 in the row. The part of the row
-that the SAE does not explain stays the same. All features of one action are computed from the same
-row x.
+With `only_if_active`, SetFeature does not set a feature whose activation f is 0. Only the named
+features change: the rest of the row, also the part that the SAE does not reconstruct, stays the
+same. All features of one action are computed from the same row x.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_FEATURES = 16
 
 @dataclass(frozen=True)
 class FeatureRows:
-    """The rows and numbers of an SAE with which one edit computes features.
+    """The parts of an SAE with which one edit computes and changes features.
 
     For a row x, a feature is f = s if s > threshold, else 0, where s = x . encoder + bias.
 
@@ -81,8 +81,8 @@ class FeatureRows:
         """The encoder and decoder rows of some features of a loaded Sae.
 
         Raises:
-            SpecError: the SAE does not have a feature with one of the numbers, or the SAE is a
-                transcoder or a TopK SAE. Single features of a TopK SAE cannot be computed.
+            SpecError: the SAE does not have one of the features, or the SAE is a transcoder or a
+                TopK SAE. (Whether a feature of a TopK SAE is active depends on all features.)
         """
         indices = _indices(index, where)
         some = [sae.feature(i) for i in indices]
@@ -116,7 +116,7 @@ def _indices(index: object, where: str) -> tuple[int, ...]:
 
 
 def _each(value: object, count: int) -> list[object]:
-    """The items of a list or an array. Any other value is the value of all `count` features."""
+    """The items of a list or an array. Any other value is repeated for all `count` features."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     return list(value) if isinstance(value, list | tuple) else [value] * count
@@ -146,8 +146,9 @@ def _flags(value: object, count: int, where: str) -> tuple[bool, ...]:
 class _FeatureEdit(Edit):
     """The base class of SetFeature and ScaleFeature.
 
-    `fields[2]` names the field with one number for each feature. If `sae` is a name, `of_engine`
-    makes a new edit with the rows of the SAE, and makes the checks that need the SAE.
+    `fields[2]` is the name of the field with one number for each feature. If `sae` is a name, the
+    checks that need the SAE are made later, by `of_engine`, which makes a new edit with the rows of
+    the SAE.
     """
 
     sae: Any
@@ -191,7 +192,8 @@ class _FeatureEdit(Edit):
         numbers = _numbers(getattr(self, name), len(indices), f"{kind}.{name}")
         self._set(index=indices, **{name: numbers})
         self._set_flags(len(indices))
-        # The checks of the other fields need a site and a layer. These checks accept any layer.
+        # `_place_edit` needs a site and a layer. If the caller gave none, they are set for this
+        # call, and then reset.
         self._set(site=canonical_site(self._given("site", "resid_post"), f"{kind}.site"))
         if given is None and self.site not in MODEL_SITES:
             self._set(layer=0)
@@ -215,9 +217,9 @@ class _FeatureEdit(Edit):
 
     @property
     def changes(self) -> tuple[tuple[float, float, bool], ...]:
-        """The numbers (a, d, active) of each feature, which define the edit. The edit adds (a + d *
-        f) times the decoder's row. If `active` is True and f is 0, the edit adds nothing for this
-        feature."""
+        """The numbers (a, d, active) of each feature. For a feature with the activation f, the edit
+        adds (a + d * f) times the decoder's row. If `active` is True and f is 0, the edit adds
+        nothing."""
         raise NotImplementedError
 
 
@@ -232,8 +234,8 @@ class SetFeature(_FeatureEdit):
         value: the new activation of the feature, or a list of activations, one for each feature.
         add: if True, `value` is added to the activation. `add` can also be a list of bools, one for
             each feature.
-        only_if_active: if True, a feature whose activation is 0 is not set. `only_if_active` can
-            also be a list of bools, one for each feature.
+        only_if_active: if True, a feature whose activation is 0 is not changed. It can also be a
+            list of bools, one for each feature.
         site, layer: the `Place` of the edit. The default is the SAE's own `Place`.
         tokens, gate, dose: the same arguments as in `Add`. An edit with a dose must have exactly
             one feature.

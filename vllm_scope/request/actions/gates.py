@@ -41,24 +41,22 @@ class Gate:
     """A condition on an edit, computed for each token from the model's own rows.
 
     Args:
-        vector: a direction, [hidden_size], or a linear `Probe` of one layer. From a probe, the gate
-            takes only the weight, bias, site, layer and threshold.
-        layer, site: the `Place` whose row the gate gets. The `Place` of a gate is on the residual
-            stream, at or before the `Place` of the edit. A gate gets the row before the edits of
-            the gate's site.
+        vector: a direction, [hidden_size], or a linear `Probe` of one layer. The gate takes the
+            probe's weight, bias, site, layer and threshold, and nothing else.
+        layer, site: the `Place` whose row the gate gets, before the edits of this site. The `Place`
+            must be on the residual stream, and must not come after the `Place` of the edit.
         threshold: the number with which `x . vector + bias`, or the cosine, is compared. If None,
-            the probe's threshold is used, or 0 if no threshold of a probe is given. After
-            construction, `threshold` is a number.
+            it becomes the threshold of the probe. Without a probe's threshold, it becomes 0.
         kind: "step", "sigmoid", "cosine", or "cast" (conditional activation steering). For "cast",
             the cosine is between the row and the tanh of the row's projection on the vector.
         sharpness: the slope of "sigmoid", above 0. Other kinds have no sharpness.
         bias: a number that is added to the score. "cosine" and "cast" have no bias.
         above: if False, the edit applies where the score is below the threshold.
-        state: None, or an `Ema`, `Latch`, `Hysteresis` or `Pid`, with which the gate's value also
-            depends on earlier generated tokens. A gate with a state must read a `Place` before the
+        state: None, or an `Ema`, `Latch`, `Hysteresis` or `Pid`. With a state, the gate's value
+            also depends on earlier generated tokens, and the gate's `Place` must come before the
             edit's `Place`.
-        name: the name of the gate's values in the result. Without a name, the gate's values are not
-            delivered.
+        name: a name under which the result has the gate's value at each token. Without a name, the
+            values are not delivered.
 
     Raises:
         SpecError: a wrong type or shape, a vector of zeros, a number that is not finite, or an
@@ -161,7 +159,8 @@ class Gate:
             raise SpecError(str(error).replace("Gate.", f"{where}.", 1)) from None
 
     def check_tokens(self, tokens: Selector, kind: str) -> None:
-        """Raises SpecError if an edit's tokens do not fit the gate's options or the gate's probe.
+        """Raises SpecError if a gate with these options, or with this probe, cannot have the edit's
+        tokens.
 
         Args:
             tokens: the edit's tokens.
@@ -225,7 +224,8 @@ def _of_probe(probe: Probe, kind: object, threshold: object) -> dict[str, Any]:
 
 
 def _check_alone(probe: Probe) -> None:
-    """Raises SpecError if a probe does more than compute one score for each token."""
+    """Raises SpecError if a probe does more than compute a score for each token, which is all that
+    a gate can use."""
     if probe.aggregate is not None:
         raise SpecError(
             f"Gate.vector is a probe with the aggregate {shown(probe.aggregate)}; a gate takes a "

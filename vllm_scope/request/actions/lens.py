@@ -20,17 +20,17 @@ from vllm_scope.request.sites import LENS_SITES, Place
 class LensTopK(Action):
     """Deliver the likeliest next tokens, computed from the row of each token at each named layer.
 
-    The device applies the model's own final norm and unembedding to the row, with the model's soft
-    cap and scale of logits. Then the device computes the log-softmax over the whole vocabulary, in
-    float32. At `resid_post` of the last layer, the delivered values are the model's own
-    log-probabilities, if `lens` is None.
+    The device applies the model's own final norm and unembedding to the row, and the model's soft
+    cap and scale of logits, if it has them. Then the device computes the log-softmax over the whole
+    vocabulary, in float32. If `lens` is None, the values at `resid_post` of the last layer are the
+    model's own log-probabilities.
 
     Args:
         layer, layers: two names of one argument, which is a number, a list of numbers from 0, or
             "all" (the default) for every tapped layer. With a named lens, "all" means every tapped
             layer for which the lens has a map.
-        lens: the name of a tuned lens or a Jacobian lens of the engine. The lens's affine map for
-            the layer is applied to the row first. If None, no map is applied.
+        lens: the name of a tuned lens or a Jacobian lens of the engine, which has an affine map for
+            each layer. The map is applied to the row first. If None, no map is applied.
         top_k: number of tokens for each row and layer, at most 1,024.
         site: "resid_post" (the default), "resid_mid" or "resid_pre".
         tokens: a selector of the tokens.
@@ -62,11 +62,11 @@ class LensTopK(Action):
         self._sort_layers()
 
     def of_engine(self, lenses: Mapping[str, Collection[Place]]) -> LensTopK:
-        """This action, with all layers for which the named lens has a map. If the action names no
-        lens, or names its layers, returns the action itself.
+        """If the action names a lens but no layers, the action with all layers for which the lens
+        has a map. Otherwise the action itself.
 
         Args:
-            lenses: for the name of each lens, every tapped `Place` for which the lens has a map.
+            lenses: by the name of a lens, each tapped `Place` for which the lens has a map.
 
         Raises:
             SpecError: the lens is not known, or the lens has no map for one of the layers.

@@ -38,10 +38,9 @@ class Probe(Action):
 
     Args:
         weight: an array [width of a row] for one layer, or an array [num_layers, width of a row]
-            for several layers, whose scores are added. The weight can also be an `Mlp` or an
-            `AttentionPool`, or for several layers a list with one of these for each layer. The
-            weight can also be the name of a registered steering module that has a vector at this
-            site for each layer.
+            for several layers, whose numbers are added. The weight can also be an `Mlp` or an
+            `AttentionPool`, or a list with one of them for each layer. Or it is the name of a
+            steering module in the engine, which has a vector at this site for each layer.
         bias: a number that is added to each score.
         site: any tapped site. A row of `q`, `k`, `v` or `z` contains all heads, one after another.
         layer, layers: two names of one argument, which is the number of a layer, or a list of
@@ -52,18 +51,17 @@ class Probe(Action):
             "filesystem" does not accept scores. A sink other than memory accepts only scores of one
             layer, without an AttentionPool, an aggregate, a threshold or `after`.
         activation: None, or "sigmoid". The sigmoid is applied after the bias is added.
-        aggregate: the rule that computes a second value at each position from all scores up to this
-            position. The rule is "max", "mean", `Ema(decay)` or `RollingMean(window, then="max")`.
-            With `aggregate=None`, there is no second value.
-        threshold: the request gets a verdict at the first position at which the aggregate is above
-            this number. If there is no aggregate, the score is compared with this number. Without a
-            threshold, there is no verdict.
+        aggregate: a rule that computes, at each position, a second value from all scores up to this
+            position: "max", "mean", `Ema(decay)` or `RollingMean(window, then="max")`. With None,
+            there is no second value.
+        threshold: the probe gives a verdict at the first position at which the aggregate is above
+            this number. Without an aggregate, the score is compared. Without a threshold, there is
+            no verdict.
         action: with "flag", the result has the verdict. With "stop", the verdict also ends the
-            request, and the next token is the request's last token. "stop" needs a threshold, and
-            `tokens` must be "all", "prompt" or "generated".
-        after: the name of another probe of the request, which is the first stage of a cascade. This
-            probe then scores only generated tokens, and only after the verdict of the first stage.
-            With `after=None`, this probe scores `tokens` without a first stage.
+            request, after the next token. "stop" needs a threshold, and `tokens` must be "all",
+            "prompt" or "generated".
+        after: None, or the name of another probe of the request. This probe then scores only
+            generated tokens, and only after the verdict of the other probe (a cascade).
 
     Raises:
         SpecError: a wrong type or shape, no name, no layer, a number of weights that differs from

@@ -1,6 +1,7 @@
 """The action that delivers features of a sparse autoencoder (SAE): their indices and values.
 
-Owns:  Features, EncoderRows (rows that the request sends), HeldSae (an SAE of the engine).
+Owns:  Features, EncoderRows (rows of an encoder that the request contains), HeldSae (an SAE of the
+       engine).
 To:    resolve.
 """
 
@@ -26,8 +27,8 @@ from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import MODEL_SITES, canonical_site
 
 DEFAULT_TOP_K, MAX_TOP_K = 32, 1024
-#: The largest number of `indices` of one request. The JSON of so many indices has about 1 KiB, and
-#: their encoder rows can have 4 MiB.
+#: The largest number of `indices` of one request. The JSON of the indices has about 1 KiB, but the
+#: encoder rows that they select can have 4 MiB.
 MAX_INDICES = 256
 
 
@@ -38,7 +39,7 @@ class HeldSae:
     Attributes:
         num_features: number of features of the SAE.
         width: number of elements of a row.
-        k: for a TopK SAE, the most features that are active in a row. For any other SAE, k is None.
+        k: for a TopK SAE, the largest number of features that are active in a row. Otherwise None.
     """
 
     name: str
@@ -49,7 +50,7 @@ class HeldSae:
 
 @dataclass(frozen=True)
 class EncoderRows:
-    """The rows and numbers of an SAE with which one action computes features.
+    """The parts of an SAE with which one action computes features.
 
     For a row x, a feature is f = s if s > threshold, else 0, where s = x . encoder + bias.
 
@@ -123,7 +124,7 @@ class Features(Action):
 
     Args:
         sae: the name of an SAE of the engine. If `indices` is given, `sae` can also be a
-            `vllm_scope.saes.sae.Sae`, whose encoder rows for these indices the request sends.
+            `vllm_scope.saes.sae.Sae`. The request then contains the encoder rows of these features.
         top_k: the number of strongest features to deliver for each token, at most 1,024. The
             default is 32 if `indices` is None.
         indices: the numbers of the features to deliver, in place of `top_k`. All Features of a
@@ -204,8 +205,8 @@ class Features(Action):
         self._set(sae=rows, site=self._given("site", "resid_post"))
 
     def _place_named(self) -> None:
-        """Check the site and the layer. If the caller gave no site or layer, leave the fields
-        empty. The SAE's `Place` is then used."""
+        """Check the site and the layer. If the caller gave none, the fields stay empty, and
+        `of_engine` sets them to the SAE's `Place`."""
         site, given = self.site, self._given_layers()
         self._set(site=canonical_site(self._given("site", "resid_post"), "Features.site"))
         if given is None and self.site not in MODEL_SITES:
@@ -225,8 +226,8 @@ class Features(Action):
             )
 
     def of_engine(self, saes: Mapping[str, Any]) -> Features:
-        """This action, with the rows or sizes of the SAE in place of the SAE's name. If the action
-        names no SAE, returns the action itself.
+        """If the action names an SAE of the engine, the action with the SAE's encoder rows
+        (EncoderRows) or sizes (HeldSae) in place of the name. Otherwise the action itself.
 
         Args:
             saes: the SAEs that the engine has loaded, by name.

@@ -44,8 +44,9 @@ class Hysteresis:
     """The state of a gate that opens above its threshold, and closes only below `low`.
 
     Args:
-        low: a score that is at most the gate's threshold. With `above=False`, the gate opens below
-            its threshold and closes only above `low`, and `low` is at least the threshold.
+        low: a score that is at most the gate's threshold. With `above=False`, the directions are
+            reversed: the gate opens below its threshold and closes only above `low`, which is at
+            least the threshold.
     """
 
     low: float
@@ -65,9 +66,9 @@ class Pid:
 
     Args:
         setpoint: the score at which the error is 0.
-        kp, ki, kd: the three factors that are described above.
-        most_sum: bound of the absolute value of the sum, 0 or more. The default is 1 / |ki| (0 if
-            ki is 0), with which the sum alone can open the gate fully.
+        kp, ki, kd: the three factors above.
+        most_sum: upper bound of the absolute value of the sum of errors, 0 or more. The default is
+            1 / |ki|, so that the sum alone can open the gate fully. If ki is 0, the default is 0.
     """
 
     setpoint: float
@@ -150,8 +151,8 @@ def check_state(state: State, kind: str, threshold: float, above: bool) -> None:
 
 
 def hysteresis_low(state: Latch | Hysteresis, above: bool) -> float:
-    """An open gate closes if its score is below this number (with `above=False`: above this
-    number). For a Latch, the number is infinite, and the gate never closes."""
+    """The score below which an open gate closes. (With `above=False`, the gate closes above this
+    score.) For a Latch, the result is infinite, so that the gate never closes."""
     if isinstance(state, Hysteresis):
         return state.low
     return -math.inf if above else math.inf

@@ -21,7 +21,8 @@ class Moments(Action):
     number of rows, and the sum of the rows x. With `covariance`, each set also contains the sum of
     x x^T. With a target y, each set also contains the sums of x y, of y and of y^2. Each accepted
     token counts one time. `vllm_scope.moments(llm, name)` returns the sums, and `drop_moments`
-    drops the sums. From the first selected token on, the request does not use the prefix cache.
+    drops the sums. From its first selected token on, the request computes all tokens, and uses no
+    prefix cache.
 
     Args:
         site: the name of a site, such as "resid_post".
