@@ -135,8 +135,8 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def _has_host(url: str) -> bool:
-    """True if the text is a URL of http or https with a host, to which urllib can send. urllib
-    takes no user name, no space, and no path with other characters than ASCII."""
+    """True if the text is a URL of http or https with a host, and urllib can send to this URL.
+    urllib takes no user name, no space, and only ASCII characters in a path."""
     try:
         parts = urllib.parse.urlsplit(url)
         # The property `port` raises ValueError if the port is not a number from 0 to 65535.
