@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 #: The number of new objects after which Python begins a collection of the youngest objects. The
-#: default of Python is 700. A running cell of a sweep has several hundred objects in EngineCore, and
-#: all running cells have about _FIRST objects. Therefore most objects are freed before a collection
-#: visits them. With the default, collections in EngineCore took 63 ms of the 4.2 s of a batch of 256
-#: requests with 64 probes, and 32 ms if the requests had no taps (H100). If a server always has
-#: requests with taps, garbage in cycles stays in memory until there are _FIRST new objects. These
-#: take less than 100 MB.
+#: default of Python is 700. A running cell of a sweep has several hundred objects in EngineCore,
+#: and all running cells have about _FIRST objects. Therefore most objects are freed before a
+#: collection visits them. With the default, collections in EngineCore took 63 ms of the 4.2 s of a
+#: batch of 256 requests with 64 probes, and 32 ms if the requests had no taps (H100). If a server
+#: always has requests with taps, garbage in cycles stays in memory until there are _FIRST new
+#: objects. These take less than 100 MB.
 _FIRST = 200_000
 
 

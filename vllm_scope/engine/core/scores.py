@@ -60,8 +60,9 @@ def kept_of(
 
 
 def fill_blocks(scheduler: Scheduler, output: SchedulerOutput, news: StepNews) -> None:
-    """Add to the news the KV blocks that are full after this step, for the requests whose turn it
-    is (core.score_index), and the scores that workers must drop."""
+    """Add the KV blocks that are full after this step to the news. The requests take turns, so that
+    only some of them add blocks in one step (core.score_index). Also add the scores that workers
+    must drop."""
     index = index_of(scheduler.kv_cache_manager)
     if index is None:
         return
@@ -107,8 +108,9 @@ def lose(scheduler: Scheduler, keys: Iterable[ScoreKey]) -> None:
 
 
 def freeze(scheduler: Scheduler, request: Request) -> None:
-    """From now on, store scores only for KV blocks of the request's prompt and of tokens that are
-    already scheduled, because the later stage that now begins scores none of these tokens."""
+    """Record that a later stage of the request begins. The stage scores only tokens after the
+    prompt that are not scheduled yet. From now on, store scores only for the KV blocks that have
+    none of these tokens."""
     index = index_of(scheduler.kv_cache_manager)
     if index is not None:
         num_tokens = max(request.num_computed_tokens, request.num_prompt_tokens)

@@ -6,10 +6,11 @@ Runs:  in EngineCore. `expand` runs on the input thread when the request enters.
 From:  request.ticket (Ticket.variants), entry.   To: engine.frontend.sweeping (reads the only
        output of the request).
 
-The request that stands for the variants is never scheduled. The variants are ordinary requests with
-the prompt and the parameters of this request. The variants share KV blocks. Each variant samples
-one token. After the last variant has ended, the front-end gets one output. The log-probabilities of
-all variants are in the output's field kv_transfer_params, which vLLM does not change.
+The front-end's request stands for its variants, and is never scheduled itself. The variants are
+ordinary requests with the prompt and the parameters of this request. The variants share KV blocks.
+Each variant samples one token. After the last variant has ended, the front-end gets one output. The
+log-probabilities of all variants are in the output's field kv_transfer_params, which vLLM does not
+change.
 
 With async scheduling, EngineCore prepares one step while the device computes another step. If one
 step computed all waiting variants, no variant would be ready for the next step, and the device
@@ -116,7 +117,7 @@ def _logprobs(found: Any, asked: list[int] | None, num_tokens: int) -> NDArray[n
 
     Args:
         found: vLLM's LogprobsLists, or None. Each row has first the sampled token, and then the
-            asked tokens. If another row of the step is longer, vLLM fills this row with token 0.
+            asked tokens. If another row of the step is longer, vLLM pads the row with token 0.
         num_tokens: size of the vocabulary.
     """
     if found is None:
@@ -252,8 +253,8 @@ def most_tokens(scheduler: Scheduler) -> int | None:
 
     The result is None if there are no variants, if async scheduling is off, or if the number of
     other requests is more than an eighth of the number of variants. Otherwise the bound has room
-    for any one request, and for one token and the draft tokens of each request that is no variant.
-    Therefore the bound keeps no request from being scheduled.
+    for any one request, and also for one token and the draft tokens of each request that is no
+    variant. Therefore each request can be scheduled in spite of the bound.
     """
     running = _running.of(scheduler)
     if running is None or not running.groups:

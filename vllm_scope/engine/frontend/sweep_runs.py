@@ -31,7 +31,7 @@ from vllm_scope.sweeps.table import SweepTable
 OnCell = Callable[[Cell], object]
 Progress = bool | Literal["map"]
 
-#: Maps each task that waits for an answer to the request of this answer.
+#: Maps a task to a request. The task waits for the answer to this request.
 _Tasks = dict["asyncio.Task[RequestOutput | ScopeError]", Request]
 
 

@@ -45,9 +45,9 @@ from vllm_scope.sweeps.source import ReadRows
 from vllm_scope.sweeps.sweep import Sweep
 from vllm_scope.sweeps.yielding import SWEPT, Yielding
 
-#: The largest number of cells in one request, and the largest number of bytes that the rows and
-#: vectors in their edits can have. Both numbers are small, because EngineCore makes the variants
-#: for all cells of a request without a pause.
+#: The largest number of cells in one request, and the largest number of bytes of the rows and
+#: vectors in the edits of these cells. Both numbers are small, because EngineCore makes the
+#: variants for all cells of a request without a pause.
 CELLS_TOGETHER: Final = 16
 BYTES_TOGETHER: Final = 1 << 20
 #: The prefix of the request ids of this process's sweeps, which no client can guess.
@@ -133,15 +133,15 @@ class Sweeping:
         self._yielding.share = share
 
     def _others(self) -> bool:
-        """True if this process has requests in the engine that belong to no sweep. The requests of
-        other front-ends are not counted, because the answers to cells report them
-        (Yielding.elsewhere)."""
+        """True if this process has requests in the engine that belong to no sweep. The answers to
+        cells say whether other front-ends have such requests (Yielding.elsewhere)."""
         names = () if self._alone else self._processor.request_states
         return not all(name.startswith(PREFIX) for name in names)
 
     @property
     def pause(self) -> float:
-        """The time in seconds for which `due` yields no requests while the engine has no cells."""
+        """The time in seconds after which `due` can yield requests again, if the engine has no
+        cells of this sweep."""
         return self._yielding.pause
 
     @property
@@ -156,7 +156,7 @@ class Sweeping:
         return max(map(len, each)) if all(each) else self._num_tokens
 
     def due(self, num_running: int, tell: Callable[[Cell | None], object]) -> Iterator[Request]:
-        """The requests to send now, if the engine has `num_running` jobs of the sweep.
+        """Yields the requests to send now. The engine already has `num_running` jobs of the sweep.
 
         Args:
             tell: called with each cell whose edit cannot be applied.
@@ -219,8 +219,8 @@ class Sweeping:
             return Request(jobs, prompt, asking(params, scope(*job.actions)["scope"]), None)
         prepared = cells_of(self._alike, jobs, params)
         if self._yielding.elsewhere:
-            # One cell is sent as the only variant of its request. Only the answer to a request with
-            # variants says whether there are still other requests.
+            # A single cell is sent as the only variant of its request, because only the answer to a
+            # request with variants says whether EngineCore still has requests outside of sweeps.
             prepared = replace(prepared, variants=prepared.variants or (prepared.spec,))
         return Request(jobs, prompt, asking(params), prepared)
 

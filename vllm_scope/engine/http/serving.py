@@ -82,8 +82,8 @@ def _asks_us(request: Any) -> bool:
 
 
 def _monitored(request: Any, raw_request: Request) -> bool:
-    """True if an operator's monitors can have verdicts for the answer, or if the request
-    is a beam search, which monitors cannot stop."""
+    """True if monitors are set, and the path is one of PATHS. The answer can then contain verdicts.
+    If the request is a beam search, it must be refused."""
     if current.get() not in PATHS:
         return False
     return bool(monitors_of(raw_request.app.state.engine_client.vllm_config))
@@ -146,8 +146,8 @@ def _check_place(request: Any, raw_request: Request) -> None:
     if not isinstance(path, str) or path not in PATHS:
         raise refusal()(_no_place(raw_request.url.path))
     if request.use_beam_search:
-        # vLLM makes a request for each token of each beam. For monitors, these requests have no
-        # generated tokens, and have ended before a verdict can stop them.
+        # vLLM makes a request for each token of each beam. In such a request, monitors see no
+        # generated tokens, and the request has ended before a verdict can stop it.
         found = monitors_of(raw_request.app.state.engine_client.vllm_config)
         called = f"monitor{'s' if found[1:] else ''} {', '.join(repr(one.name) for one in found)}"
         why = f", and this engine taps every request for its {called}" if found else ""
@@ -159,8 +159,8 @@ def _no_place(path: str) -> str:
 
 
 async def _stream(answer: Answer, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """The chunks of the answer, with their scopes. Waits until the engine has accepted the whole
-    request.
+    """The chunks of the answer, with their scopes. Before the first chunk, waits until the engine
+    has accepted the whole request.
 
     Without this wait, vLLM would answer a refused request with status 200, and then send the error.
     """
@@ -295,9 +295,9 @@ def _admitted(
     if isinstance(answer, Answer):
         known = runs.of(self.request_states[request.request_id])
         forget = None if known is None else partial(inbox().forget, known.pending)
-        # Until the first token arrives, EngineCore can still refuse a request with a spec: the
-        # tables of vectors or the sums of Moments can be full. A request that only reads needs
-        # more room in the tables if there are server-wide edits.
+        # Until the first token arrives, EngineCore can still refuse a request with a spec, because
+        # the tables of vectors or the sums of Moments can be full. This is also true for a request
+        # that only reads, because server-wide edits need room in the tables.
         answer.open_one(forget, sure=known is None)
 
 
