@@ -56,7 +56,7 @@ class _OfLlm(_Listening):
     def __init__(self, engine: LLMEngine) -> None:
         super().__init__(engine.vllm_config)
         self._engine, self._owner = engine, threading.get_ident()
-        if _waiting.of(engine) is None:  # an earlier _OfLlm's edits can still wait in its deque
+        if _waiting.of(engine) is None:  # edits of an earlier _OfLlm can still wait in a deque
             _waiting.put(engine, deque(maxlen=1))
 
     def get(self) -> str | None:

@@ -47,8 +47,8 @@ class SiteReport:
     Attributes:
         layers: the layers that can be tapped.
         reason: why the first layer that is not in `layers` cannot be tapped. If each layer can be
-            tapped alone, but not all layers together, the reason for that. None if all layers can
-            be tapped together.
+            tapped alone, `reason` says why the layers cannot be tapped together. None if all layers
+            can be tapped together.
         width: the number of elements of a row; None if no layer can be tapped.
     """
 

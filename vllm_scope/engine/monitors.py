@@ -447,7 +447,7 @@ def set_on(engine: LLMEngine, bodies: object) -> None:
 
 
 async def set_on_async(engine: AsyncLLM, bodies: object) -> None:
-    """The same as `set_on`, but for an AsyncLLM."""
+    """Connect to the workers of an AsyncLLM if necessary, and then set its monitors."""
     if needs_connection(engine):
         await connect_async(engine)
     connection = connection_of(engine.output_processor)

@@ -27,8 +27,8 @@ from vllm_scope.errors import SpecError, shown
 from vllm_scope.sinks.metrics import count_escalation
 
 logger = logging.getLogger("vllm.vllm_scope")
-#: The largest number of verdicts that can wait, and the longest time in seconds that an HTTP
-#: request waits for the next bytes from the address.
+#: MOST_WAITING is the largest number of verdicts that can wait. An HTTP request fails if the
+#: address sends nothing for TIMEOUT_S seconds.
 MOST_WAITING, TIMEOUT_S = 1024, 5.0
 
 

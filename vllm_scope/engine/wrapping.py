@@ -94,7 +94,7 @@ def replace_in(
     Args:
         owners: for a method, the class of the method. Else the modules that contain the function.
         parameters: names of parameters that the function must have.
-        wrapper: the same as for `wrap`.
+        wrapper: the argument `wrapper` of `wrap`.
 
     Raises:
         CompatError: an owner has no such function, or the function lacks one of `parameters`, or

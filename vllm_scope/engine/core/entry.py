@@ -156,8 +156,8 @@ class CoreScope:
         )  # fmt: skip
 
     def _held_of(self, asked: Resolved, ids: Ids, max_tokens: int, unchecked: bool) -> _HeldBy:
-        """The same result as `_held_by`. If a spec is uniform (Resolved.uniform), all requests with
-        this spec share one result."""
+        """The result of `_held_by`. If a spec is uniform (Resolved.uniform), the result is computed
+        once for all requests with this spec."""
         if not asked.uniform or not len(ids):
             return self._held_by(asked, ids, max_tokens, unchecked)
         known: dict[tuple[bool, Cost], _HeldBy] = asked.__dict__.setdefault("_held", {})
@@ -404,7 +404,7 @@ _ANSWERS: dict[str, Callable[..., object]] = {
     "scope_get_edits": lambda engine, ask: _scope_of(engine).registry.server_text,
     "scope_hold": lambda engine, ask, *args: _scope_of(engine).registry.hold(*args),
 }
-#: The remote calls to whose answers EngineCore adds the steering modules.
+#: EngineCore adds the steering modules to the answers to these remote calls.
 _WITH_MODULES = ("scope_connect", "scope_describe")
 
 

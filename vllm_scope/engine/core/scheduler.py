@@ -300,7 +300,8 @@ def _schedule(
 
 
 def _rests(scheduler: Scheduler) -> bool:
-    """The same as `_is_quiet`. While the scheduler rests, this function makes only one check."""
+    """True if the scheduler is quiet (`_is_quiet`). While the scheduler rests, this function only
+    checks whether `index` has news."""
     state = _states.of(scheduler)
     if state is None or not state.resting:
         if not _is_quiet(scheduler):
@@ -355,8 +356,8 @@ def _capped(
 ) -> T:
     """KVCacheManager.get_computed_blocks, and the same method for KV connectors. The prefix cache
     is used only for positions below the first position whose row the request needs. If a request
-    only probes, it can also use the KV of its first blocks, as far as the workers store the scores
-    of these blocks.
+    only probes, it can also use the KV of its first blocks if the workers store the scores of these
+    blocks.
 
     Args:
         args, kwargs: from vLLM 0.33 on, vLLM's own cap `max_cache_hit_length`; empty in earlier

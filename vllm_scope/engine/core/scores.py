@@ -1,4 +1,4 @@
-"""Has an index of the scores that workers store, so that requests that only probe use cached KV.
+"""Keeps an index of stored scores. With stored scores, requests that only probe can use cached KV.
 
 Owns:  one ScoreIndex for each of vLLM's KV-cache managers, and the news about stored scores.
 Runs:  in EngineCore, on the scheduler's thread.
@@ -27,8 +27,8 @@ def index_of(manager: object) -> ScoreIndex | None:
 
 
 def new_index(scheduler: Scheduler) -> None:
-    """Make the ScoreIndex of a scheduler if it does not exist yet, the prefix cache is on, and
-    `scores_mib` is not 0."""
+    """Make the scheduler's ScoreIndex, if the prefix cache is on and `scores_mib` is not 0. If the
+    ScoreIndex exists already, do nothing."""
     manager = scheduler.kv_cache_manager
     if index_of(manager) is not None or not manager.enable_caching:
         return
@@ -42,15 +42,15 @@ def new_index(scheduler: Scheduler) -> None:
 
 
 def _hash_block_size(scheduler: Scheduler) -> int:
-    """The number of tokens in a KV block that has a hash. vllm 0.32, v1/core/sched/scheduler.py"""
+    """The number of tokens in each block that vLLM hashes. vllm 0.32, v1/core/sched/scheduler.py"""
     return int(getattr(scheduler, "hash_block_size", scheduler.block_size))
 
 
 def kept_of(
     scheduler: Scheduler, request: Request, asked: Resolved, num_cached: int
 ) -> tuple[bytes, tuple[bytes, ...], int]:
-    """Begin to store a request's scores, if possible. Returns the values of Entrant.scores,
-    Entrant.cached and Entrant.block_size."""
+    """Begin to store a request's scores, if possible. Returns three values for the request's
+    Entrant: the digest of its probes, the hashes of its cached blocks, and the size of a block."""
     index = index_of(scheduler.kv_cache_manager)
     if index is None or asked.scores_alone is None:
         return b"", (), 0
@@ -100,8 +100,8 @@ def _filled(index: ScoreIndex, request: Request) -> tuple[int, list[bytes]] | No
 
 
 def lose(scheduler: Scheduler, keys: Iterable[ScoreKey]) -> None:
-    """Record that a worker does not have some stored scores. Later requests then compute the KV
-    blocks of these scores."""
+    """Record that a worker does not have some stored scores. Later requests then do not use cached
+    KV for the blocks of these scores, but compute these blocks again."""
     index = index_of(scheduler.kv_cache_manager)
     if index is not None:
         index.lose(keys)

@@ -38,8 +38,8 @@ from vllm_scope.sweeps.yielding import SWEPT
 #: The tokens of all variants are divided among this number of steps. The device computes one step,
 #: EngineCore prepares the second step, and the variants of the third step wait.
 _PARTS: Final = 3
-#: Every step is allowed to have at least this number of tokens. A smaller step takes longer to
-#: launch than to compute.
+#: The bound of a step (`most_tokens`) is never below this number of tokens. A smaller step would
+#: take longer to launch than to compute.
 _LEAST_TOKENS: Final = 1024
 
 
@@ -86,7 +86,8 @@ class _Group:
         and the times of the last variant. vLLM makes its metrics from these times.
 
         Args:
-            others: the value of the attribute `others` of Answers.
+            others: True if EngineCore had requests outside of sweeps at the last step with
+                variants.
         """
         from vllm.v1.engine import EngineCoreOutput as Output
         from vllm.v1.engine import FinishReason
@@ -240,8 +241,8 @@ def variants_of(scheduler: Scheduler, request: Request) -> list[Request]:
 
 
 def _num_tokens(scheduler: Scheduler, request: Request) -> int:
-    """The number of a variant's prompt tokens that are not in the prefix cache after another
-    variant of the same request has been computed."""
+    """The number of prompt tokens that a variant must compute after another variant of the same
+    request was computed. The KV blocks before the first edit are then in the prefix cache."""
     known, size = entered(request), scheduler.block_size
     if known is None or known.first_edited is None or not scheduler.kv_cache_manager.enable_caching:
         return request.num_prompt_tokens
@@ -296,7 +297,7 @@ def _ids(running: _Running, name: str) -> Iterable[str]:
 
 def aborted(scheduler: Scheduler, ended: list[Request]) -> list[Request]:
     """The aborted requests. In place of variants, the result has the request that stands for these
-    variants, because front-ends do not have the ids of variants."""
+    variants, because front-ends do not know the ids of variants."""
     running = _running.of(scheduler)
     if running is None or not running.groups:
         return ended

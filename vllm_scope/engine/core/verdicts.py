@@ -41,8 +41,12 @@ _NAME, _LOST = "scope_verdicts", "scope_lost_scores"
 
 @dataclass
 class Due:
-    """The part of the next step's news that follows from verdicts. The attributes have the meaning
-    of the attributes of StepNews with the same names."""
+    """The part of the next step's news that follows from verdicts.
+
+    Attributes:
+        begun: the names of the first stages that now have a verdict, by request.
+        scales: the new scales that a request's policy has set, by request.
+    """
 
     begun: dict[str, tuple[str, ...]] = field(default_factory=dict)
     scales: dict[str, Changes] = field(default_factory=dict)

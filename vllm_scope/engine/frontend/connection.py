@@ -75,7 +75,7 @@ class Connection:
         saes: the SAEs that the configuration names, by name.
         encodes: True if the workers hold the encoders of `saes`.
         policies: the policies that the configuration names, by name.
-        lens_rows: the value of ScopeConfig.lens_rows.
+        lens_rows: the largest number of rows to which the lenses of one request are applied.
         no_lens: maps a boundary to the reason why the model's lens cannot be applied there.
         lenses: maps the name of each lens to the lens's places, in the form that LensTopK.of_engine
             takes.
@@ -204,7 +204,7 @@ class Connection:
         check_lenses(asked, ids, max_tokens, self.lens_rows)
 
     def _check_actions(self, asked: Resolved, ids: Ids, max_tokens: int, alike: bool) -> None:
-        """The same check as `check`, but without the number of rows to which lenses are applied.
+        """Make all checks of `check`, except the check of the number of rows for lenses.
 
         Args:
             alike: True if the needed room is the same for every prompt.

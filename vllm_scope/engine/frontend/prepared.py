@@ -40,7 +40,8 @@ class Prepared(msgspec.Struct, frozen=True):
     Attributes:
         asked: the whole spec, resolved for this engine.
         own: the part of `asked` whose results go to the sink `memory`.
-        first_position: the value of Ticket.first_position.
+        first_position: a lower bound of the positions whose rows are needed; None if no row is
+            needed.
         num_bytes: the number of bytes that the request delivers to this process for its prompt.
         variants: the specs of the request's variants; empty if the request has no variants. If
             there are variants, `spec` is the spec of the first variant. Variants deliver no rows or
@@ -106,8 +107,8 @@ def _monitors_in(spec: Spec) -> str:
 
 
 def is_small(values: object) -> bool:
-    """True if `values` has at most SMALL characters and items. For so few, handing the work to
-    another thread takes more time than it saves.
+    """True if `values` has at most SMALL characters and items. For such small values, another
+    thread would cost more time than it saves.
 
     Args:
         values: a text, or lists and mappings of texts and numbers.

@@ -51,7 +51,7 @@ class Running:
     def _following(self, decode: Callable[..., str]) -> Callable[..., str]:
         # The detokenizer will hold `decode_next`. If `decode_next` held the detokenizer or this
         # Running, there would be a cycle, and the request's rows would stay in memory until a
-        # garbage collection. Therefore it holds only a weak reference and the list.
+        # garbage collection. Therefore `decode_next` holds only a weak reference and `texts`.
         texts = self.texts
         found: Callable[[], Callable[..., str] | None]
         found = WeakMethod(decode) if ismethod(decode) else lambda: decode
@@ -107,7 +107,7 @@ class Live:
 
     Attributes:
         running: the completion's request; None if EngineCore refused a request without a spec.
-        num_seen: the value of `Pending.num_came` at the last snapshot; -1 before the first.
+        num_seen: the counter `Pending.num_came` at the last snapshot; -1 before the first snapshot.
         refusal: the error with which EngineCore refused the request, or None.
     """
 

@@ -84,7 +84,7 @@ class Sweeping:
             other requests, and sends the cells of two steps. The engine can then compute a step
             while this process takes the answers of the last step.
         tokenizer: None for the engine's tokenizer, which only the event loop's thread can use.
-        most_cells: the argument `most_cells` of Plan.
+        most_cells: the largest number of cells that the sweep can have; None for any number.
     """
 
     def __init__(
@@ -225,8 +225,8 @@ class Sweeping:
         return Request(jobs, prompt, asking(params), prepared)
 
     def take(self, request: Request, output: RequestOutput | ScopeError) -> Iterator[Cell | None]:
-        """Take the answer to a request. Yields the result of Plan.take for each job of the
-        request."""
+        """Take the answer to a request. For each job of the request, yields the job's cell, or None
+        if the answer completes no cell (Plan.take)."""
         job = request.jobs[0]
         if isinstance(output, CapacityError) and job.place is None:
             with naming(job.name):

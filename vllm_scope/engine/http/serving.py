@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PATHS = ("/v1/completions", "/v1/chat/completions")
-#: The largest number of tokens by which the data in a stream can be behind the text.
+#: In a stream, the rows and scores can be behind the text by at most this number of tokens.
 MOST_BEHIND = 2
 _LATE_POLL_S, _LATE_POLL_MOST_S = 0.002, 0.02
 

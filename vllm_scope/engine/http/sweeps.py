@@ -104,7 +104,7 @@ class SweepRun:
             self._sweeping.take_share(part * self._share)
 
     async def run(self, tell: Callable[[Cell], object]) -> None:
-        """As server.access.RunningSweep."""
+        """Run the sweep to its end (RunningSweep.run). Calls `tell` with each cell."""
         assert self._sweeping is not None
         current.set(None)  # the wrappers in `serving` must not treat cells as HTTP requests
         try:

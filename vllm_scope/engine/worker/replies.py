@@ -12,8 +12,8 @@ from vllm_scope.transport.senders.base import Road
 
 
 class Module(TypedDict):
-    """A steering module. `streams` has a list [site, layer] or [site, layer, tier] for each
-    vector."""
+    """A steering module. For each vector, `streams` has a list [site, layer]. If the vector applies
+    only to some tokens, the list is [site, layer, tier] (core.registry.TIERS)."""
 
     digest: str
     streams: list[Any]
@@ -56,7 +56,7 @@ class Connected(Described):
     """The answer to `scope_connect`.
 
     Attributes:
-        reason: the same as in Described, or why the worker cannot connect to the front-end.
+        reason: why the model cannot be tapped, or why the worker cannot connect to the front-end.
         road: the transport of the worker's rows; None without rows or without a connection.
         needs_tcp: True if the front-end must call again with a TCP address.
     """

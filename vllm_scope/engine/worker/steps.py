@@ -190,7 +190,7 @@ class Steps:
         self._step = self._positions = None
         if self._lease is not None:
             self._lease.release()
-        # After a tap has raised, its region still belongs to this step.
+        # If a tap raised an error, the tap's region still belongs to this step.
         for region in (self._region, self._tap_region):
             if region is not None:
                 self._arena.give_back(region)
