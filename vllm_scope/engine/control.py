@@ -107,8 +107,8 @@ class _OfAsync(_Listening):
         return asyncio.run_coroutine_threadsafe(call, self._loop).result(TIMEOUT_S)[0]
 
 
-#: Maps an LLMEngine to a deque with the newest edits that wait for the caller's thread, if any. The
-#: edits are the JSON text of a spec. The value None removes all edits.
+#: Maps an LLMEngine to a deque. If edits wait for the caller's thread, the deque holds the newest
+#: edits, as the JSON text of a spec. The value None removes all edits.
 _waiting: Beside[deque[str | None]] = Beside()
 
 

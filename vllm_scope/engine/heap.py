@@ -6,8 +6,8 @@ Runs:  in the front-end process, on the caller's thread: during sweeps and harve
        request has taps. If a scheduler is freed, `seldom.end` runs on the thread that frees it.
 To:    engine.offline, frontend.sweep_runs, frontend.requests, core.scheduler.
 
-During a collection, no thread of the process runs Python code. In EngineCore, the model is launched
-later. In the front-end, a full collection takes 0.3 to 0.6 s.
+During a collection, no thread of the process runs Python code. Therefore a collection in EngineCore
+delays the launch of the model. In the front-end, a full collection takes 0.3 to 0.6 s.
 """
 
 from __future__ import annotations

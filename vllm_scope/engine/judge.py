@@ -106,7 +106,7 @@ class Judge:
                     )
                 )  # fmt: skip
             if verdict is not None and monitor.webhook is not None:
-                # JSON has no infinity. The JSON of an answer's verdicts has null in the same case.
+                # JSON has no infinity. As in an answer's verdicts, null stands for such a value.
                 value = verdict.value if math.isfinite(verdict.value) else None
                 monitor.webhook.tell(
                     {

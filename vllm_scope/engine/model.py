@@ -74,8 +74,8 @@ def sites_of(vllm_config: VllmConfig, config: ScopeConfig) -> Sites:
     """
     num_layers = num_layers_of(vllm_config)
     boundaries = set(config.boundaries(num_layers))
-    # The guard is a tap after the last layer, if the configuration does not name this boundary. The
-    # tap there checks that the rows of edited requests are finite.
+    # The tap after the last layer checks that the rows of edited requests are finite. If the
+    # configuration does not name this boundary, the tap is the guard.
     last = Place("resid_post", num_layers - 1).boundary
     guard = last if boundaries and last not in boundaries else None
     return Sites(

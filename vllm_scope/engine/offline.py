@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: A step has at most max_num_seqs requests and max_num_batched_tokens tokens. The engine takes the
-#: next prompt while it has fewer than _AHEAD times as many requests and tokens. The scheduler then
-#: never waits for the next prompt.
+#: A step has at most max_num_seqs requests and max_num_batched_tokens tokens. The engine takes
+#: prompts until it has _AHEAD times one of these numbers. Then the scheduler never waits for the
+#: next prompt.
 _AHEAD = 4
 #: The time in seconds between two checks whether EngineCore is alive.
 _LOOK_S = 0.5

@@ -137,5 +137,6 @@ def used_by_vllm(params: Any, prompt: object) -> Any:
 
 def concerns(params: object, engine: Engine) -> bool:
     """True if the request has a spec or keys of a translator, or if a translator now applies to
-    every request. For example, the translator of monitors does, while monitors are set."""
+    every request. For example, while monitors are set, their translator applies to every
+    request."""
     return asks(params) or bool(translators.applying(params, engine.vllm_config))

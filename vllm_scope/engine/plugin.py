@@ -88,9 +88,9 @@ def checking_sites(check: Callable[[Sites], object]) -> Iterator[None]:
 
 def wrap_engine_args() -> None:
     """Wrap EngineArgs.create_engine_config. The wrapper stores all options of this package in
-    additional_config, where the workers and the key of vLLM's compile cache find them. If a file is
-    missing, or the model lacks a site or layer, the wrapper raises an error before vLLM starts a
-    process."""
+    additional_config. The workers read the options there, and the key of vLLM's compile cache
+    depends on them. If a file is missing, or the model lacks a site or layer, the wrapper raises an
+    error before vLLM starts a process."""
     from vllm_scope.engine.frontend import requests
     from vllm_scope.engine.model import sites_of
 
@@ -99,7 +99,7 @@ def wrap_engine_args() -> None:
     ) -> VllmConfig:
         reuse_bytes()  # raises if VLLM_SCOPE_REUSE_MIB is not a number, before a process starts
         if "vllm.entrypoints.llm" in sys.modules:
-            requests.wrap_llm()  # in time, because an LLM makes its configuration first
+            requests.wrap_llm()  # an LLM makes its configuration before it adds requests
         additional = dict(self.additional_config or {})
         parsed = ScopeConfig.parse(additional.get(KEY, {}))
         parsed.check_files()

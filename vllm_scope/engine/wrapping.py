@@ -125,7 +125,7 @@ def _wrapped(
             f"{', '.join(sorted(missing))}; {_known()}"
         )
     # If the symbol is a class method, `getattr` has bound it to its class. Its signature then lacks
-    # the first parameter, which the wrapper gets.
+    # the first parameter, but the wrapper gets an argument for this parameter.
     given = [original, owner] if inspect.ismethod(original) else [original]
     refused = _refused_parameter(signature, wrapper, given)
     if refused is not None:

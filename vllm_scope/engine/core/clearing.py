@@ -150,8 +150,8 @@ def zero(runner: ModelRunner, block_ids: list[int]) -> None:
         for cache in _caches_of(runner):
             cache[block_ids] = 0
         return
-    # If vLLM itself zeroes KV blocks, the model runner already has an object that does this, in the
-    # attribute kv_block_zeroer of Model Runner V2 or _kv_block_zeroer of V1.
+    # The object that zeroes blocks is the attribute kv_block_zeroer of Model Runner V2, or
+    # _kv_block_zeroer of V1. If vLLM itself zeroes KV blocks, this object exists already.
     zeroer = getattr(runner, "kv_block_zeroer", None) or getattr(runner, "_kv_block_zeroer", None)
     if zeroer is None:
         runner._init_kv_zero_meta()

@@ -132,8 +132,8 @@ def has_due(scheduler: Scheduler) -> bool:
 
 
 def take_due(scheduler: Scheduler) -> Due:
-    """The first stages with a verdict and the new scales that were stored since the last call, only
-    of requests that still run."""
+    """The first stages with a verdict, and the new scales, that were stored since the last call.
+    Requests that have ended are left out."""
     due, running = _due.pop(scheduler), scheduler.requests
     if due is None:
         return Due()

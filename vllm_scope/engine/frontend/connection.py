@@ -77,8 +77,7 @@ class Connection:
         policies: the policies that the configuration names, by name.
         lens_rows: the largest number of rows to which the lenses of one request are applied.
         no_lens: maps a boundary to the reason why the model's lens cannot be applied there.
-        lenses: maps the name of each lens to the lens's places, in the form that LensTopK.of_engine
-            takes.
+        lenses: maps the name of each configured lens to the places at which it can be applied.
         num_doubts: the number of times that the names of steering modules have possibly changed.
         num_asked: the value of `num_doubts` when the engine was last asked for `modules`.
     """

@@ -147,8 +147,8 @@ def _taken_refusal(engine: AsyncLLM, completion: object) -> ScopeError | None:
 
 
 async def _arrival(pending: Pending, timeout: float) -> None:
-    """Wait for a request's last row, at most `timeout` seconds. A long wait takes LONG_S or
-    `timeout` seconds, whichever is less, or more. If the row is still missing after a long wait,
+    """Wait for a request's last row, at most `timeout` seconds. A wait is long if it takes at least
+    LONG_S or `timeout` seconds, whichever is less. If the row is still missing after a long wait,
     the front-end connects to the workers again before its next request with a spec."""
     limit = time.monotonic() + min(timeout, LONG_S)
     try:

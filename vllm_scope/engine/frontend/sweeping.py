@@ -181,8 +181,8 @@ class Sweeping:
             yield request
 
     def _sendable(self, tell: Callable[[Cell | None], object]) -> Job | None:
-        """The next job that can be sent now, or None. Jobs with an error before this job are taken
-        without being sent, and `tell` gets their cells."""
+        """The next job that can be sent now, or None. If jobs before this job have an error, they
+        are taken but not sent, and `tell` gets their cells."""
         while (job := self._jobs.peek()) is not None and job.error is not None:
             tell(self.plan.take(self._jobs.next(), None, None, job.error))
         return job

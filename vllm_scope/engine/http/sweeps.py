@@ -69,8 +69,8 @@ class Room:
                 run.take_part(1 / len(self._of) / len(runs))
 
 
-#: Two tables that map vLLM's OutputProcessor: `_rooms` to the sweeps of the same engine in this
-#: process, and `_tokenizers` to a tokenizer that another thread can use.
+#: The keys of both tables are vLLM's OutputProcessors. `_rooms` has the sweeps of the same engine
+#: in this process. `_tokenizers` has a tokenizer that another thread can use.
 _rooms: Beside[Room] = Beside()
 _tokenizers: Beside[Any] = Beside()
 

@@ -4,9 +4,8 @@ Owns:  OwnLens.
 Runs:  in every worker, on the main thread, when the worker starts and after a change of weights.
 From:  worker.   To: unembedding (the model's parts), vocabulary (several ranks), holding.
 
-Promise: all ranks of a tensor-parallel group exchange the same messages in the same order, also if
-the first rank has an error. If a model's lens cannot be applied, the model is served without a
-lens.
+Promise: all ranks of a tensor-parallel group exchange their messages in the same order, even if the
+first rank has an error. If a model's lens cannot be applied, the model is served without a lens.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 
 class OwnLens:
-    """A model's lens on one worker. Call `load`, then `begin`, and `renew` after a change of
-    weights.
+    """A model's lens on one worker. Call `load`, then `begin`. After each change of weights, call
+    `renew`.
 
     Args:
         final_norm: `Anatomy.norm_here`.

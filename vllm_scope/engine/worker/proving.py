@@ -117,7 +117,7 @@ def agreed(reason: str | None, groups: Sequence[Any]) -> str | None:
 def _findings(
     runner: ModelRunner, config: VllmConfig, anatomy: Anatomy, sites: Sites
 ) -> Findings | None:
-    """The findings of a forward. None if the forward fails, or the computation of the findings. In
+    """The findings of a forward. None if the forward or the computation of the findings fails. In
     this case, only the source proves the anatomy."""
     try:
         watch = _watched(Watch(anatomy), runner, config)

@@ -13,7 +13,7 @@ from vllm_scope.transport.senders.base import Road
 
 class Module(TypedDict):
     """A steering module. For each vector, `streams` has a list [site, layer]. If the vector applies
-    only to some tokens, the list is [site, layer, tier] (core.registry.TIERS)."""
+    only to some tokens, the list is [site, layer, tier] (vectors.module.TIERS)."""
 
     digest: str
     streams: list[Any]
@@ -30,7 +30,7 @@ class Described(TypedDict):
         sites: the fields of request.sites.Sites, from which Sites.from_body makes the object.
         taps_here: boundaries with a tap on this worker.
         limits: the fields of worker.sizes.Limits, by name.
-        sinks: the kinds of actions that can name each sink, by the name of the sink.
+        sinks: maps the name of each sink to the kinds of actions whose results the sink takes.
         lens: why the model's lens cannot be applied on this worker; None if it can be applied.
         lenses: maps the name of each configured lens to the boundaries of this worker for which the
             lens has a map. Empty on a worker that holds no lens.

@@ -25,8 +25,8 @@ HOST_ARENA_BYTES = 64 << 20
 #: Without `arena_mib`, an arena on a GPU has room for at least this number of steps of the largest
 #: captured graph.
 STEPS_IN_ARENA = 3
-#: Without `arena_mib`, the arena has room for one tap of the largest step. There, each token can
-#: have this number of rows: one row at each of three points, and one row for scores.
+#: Without `arena_mib`, the arena has at least room for one tap of the largest step. There, each
+#: token can have this number of rows: one row at each of three points, and one row for scores.
 ROWS_PER_TAP = 4
 #: The size in bytes of the largest ring in host memory, unless the arena is larger.
 MAX_HOST_BYTES = 1 << 30

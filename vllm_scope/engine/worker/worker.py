@@ -401,7 +401,7 @@ class ScopeWorker:
         """Begin the later stages of requests.
 
         Args:
-            begun: the probes whose verdicts the stages waited for, by request.
+            begun: for each request, the names of the first stages that now have a verdict.
         """
         for req_id, firsts in begun.items():
             try:
@@ -445,7 +445,7 @@ class ScopeWorker:
         self, request: NewRequestData, recipient: Recipient | None, asked: Resolved
     ) -> WorkerDelivery | None:
         """This worker's delivery. None if there is no delivery, or if the front-end is not
-        connected. Without a front-end, a request that a probe or a policy can stop is ended."""
+        connected. If it is not connected, end a request that a probe or a policy can stop."""
         if self._delivery is not None and recipient is not None:
             try:
                 self._delivery.expect(recipient)
