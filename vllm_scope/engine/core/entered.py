@@ -33,8 +33,8 @@ class Entered(Struct, frozen=True):
         keys: the keys of the request's KV blocks; None if the request has no edits.
         held: the request's programs in the workers' tables; None if all actions of the request are
             reads and Moments.
-        columns: the columns from which each worker can build all programs of the request
-            (RequestProgram.columns).
+        columns: a column says which actions apply to one token, as bytes. From the distinct columns
+            of all tokens, each worker can build all programs of the request.
         unchecked: True if the request can deliver more bytes in one step than its front-end has
             checked.
         logged: the range that the request needs in the log of states. Its `start` is not set yet.

@@ -57,9 +57,8 @@ from vllm_scope.vectors import load_vectors
 T = TypeVar("T")
 
 
-#: The programs that a request holds; the request's columns, from which each process can build all
-#: programs of the request (RequestProgram.columns); and the entries of the workers' tables that the
-#: request can need later.
+#: The programs that a request holds; the request's columns (Entered.columns); and the entries of
+#: the workers' tables that the request can need later.
 _HeldBy = tuple[Held | None, tuple[bytes, ...], Cost]
 
 

@@ -81,8 +81,8 @@ class Sweeping:
         share: the part of a step's sequences and tokens that cells use. If the engine has other
             requests, cells run for only `share / 5` of the time (sweeps.yielding).
         alone: True if the engine has no other requests. In this case, the sweep does not look for
-            other requests, and sends the cells of two steps. The engine can then compute a step
-            while this process takes the answers of the last step.
+            other requests, and keeps the cells of two steps in the engine. The engine can then
+            compute a step while this process takes the answers of the last step.
         tokenizer: None for the engine's tokenizer, which only the event loop's thread can use.
         most_cells: the largest number of cells that the sweep can have; None for any number.
     """

@@ -26,7 +26,7 @@ class _Scaled:
 
     Attributes:
         asked: the request's resolved spec, with the newest scales.
-        columns: the request's columns, from which `RequestProgram.held` makes all its programs.
+        columns: the request's columns (engine.core.entered.Entered.columns).
         drains: True if this rank delivers the request's rows.
     """
 

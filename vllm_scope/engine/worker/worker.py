@@ -445,7 +445,7 @@ class ScopeWorker:
         self, request: NewRequestData, recipient: Recipient | None, asked: Resolved
     ) -> WorkerDelivery | None:
         """This worker's delivery. None if there is no delivery, or if the front-end is not
-        connected. If it is not connected, end a request that a probe or a policy can stop."""
+        connected. In the second case, end a request that a probe or a policy can stop."""
         if self._delivery is not None and recipient is not None:
             try:
                 self._delivery.expect(recipient)
