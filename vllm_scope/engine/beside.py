@@ -15,7 +15,8 @@ State = TypeVar("State")
 
 
 class Beside(Generic[State]):
-    """Maps each object to one State. When Python frees an object, the table drops its State.
+    """A table that maps each object to one State. When Python frees an object, the table drops the
+    object's State.
 
     The table compares objects by identity, because some of vLLM's objects have no hash, and some
     are equal to other objects. A State must not refer to its object, directly or through a

@@ -1,13 +1,13 @@
 """Lets a Controller read and change the server-wide edits of an engine.
 
-Owns:  `edits_of` (the ServerEdits of an engine), `flush` (sets the edits that wait), `configured`
-       (the controller of a server).
+Owns:  `edits_of` (the ServerEdits of an engine), `configured` (the controller of a server), and
+       `flush` (sets the edits that wait for the caller's thread).
 Runs:  in the front-end.
 From:  controller.   To: engine.core.entry (remote calls), monitors (observations).
 
-Only the caller's thread can use an LLM's socket to EngineCore. If another thread changes the
-server-wide edits, the change waits until the caller's thread adds the next request. The change then
-applies to this request and to all later requests.
+The caller's thread is the thread that uses an LLM. Only this thread can use the LLM's socket to
+EngineCore. If another thread changes the server-wide edits, the change waits until the caller's
+thread adds the next request. The change then applies to this request and to all later requests.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _OfLlm(_Listening):
     def __init__(self, engine: LLMEngine) -> None:
         super().__init__(engine.vllm_config)
         self._engine, self._owner = engine, threading.get_ident()
-        if _waiting.of(engine) is None:  # another controller's edits can wait
+        if _waiting.of(engine) is None:  # edits of an earlier _OfLlm can still wait in a deque
             _waiting.put(engine, deque(maxlen=1))
 
     def get(self) -> str | None:
@@ -71,8 +71,8 @@ class _OfLlm(_Listening):
             waiting.clear()
             _set(self._engine, text)
             return
-        # If the edits are not valid, this check raises an error on the controller's thread, which
-        # counts a failure. EngineCore checks the edits again later.
+        # If the edits are not valid, this check raises an error. The controller gets the error at
+        # once, and counts a failure. EngineCore checks the edits again later.
         connection = connections.of(self._engine.output_processor)
         if connection is not None and text is not None:
             connection.resolve(Spec.from_json(text))
@@ -107,19 +107,19 @@ class _OfAsync(_Listening):
         return asyncio.run_coroutine_threadsafe(call, self._loop).result(TIMEOUT_S)[0]
 
 
-#: Maps an LLMEngine to a deque with the newest edits that wait for the caller's thread, if any. The
-#: edits are the JSON text of a spec. The value None removes all edits.
+#: Maps an LLMEngine to a deque. If edits wait for the caller's thread, the deque holds the newest
+#: edits, as the JSON text of a spec. The value None removes all edits.
 _waiting: Beside[deque[str | None]] = Beside()
 
 
 def configured(vllm_config: VllmConfig) -> Controller | None:
-    """Make the controller that a server's configuration names, by the function of its entry point.
-    None if the configuration names no controller.
+    """Make the controller that a server's configuration names. None if the configuration names no
+    controller.
 
     Raises:
-        ConfigError: the entry point is missing, or its function does not return a Controller. The
-            error is also raised if there are several API servers, because each API server would see
-            only some of the requests.
+        ConfigError: there is no entry point of this name, or the entry point's function does not
+            return a Controller. The error is also raised if there are several API servers, because
+            each API server would see only some of the requests.
     """
     config = config_of(vllm_config)
     if config is None or config.controller is None:

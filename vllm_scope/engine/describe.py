@@ -43,9 +43,14 @@ LEAST_MEMORY = 0.01
 @dataclass(frozen=True)
 class SiteReport:
     """The layers at which a site can be tapped. A site in MODEL_SITES counts as a site of layer 0.
-    `reason` says why the first layer that is not in `layers` cannot be tapped, or why the layers
-    can be tapped only one at a time; None if all layers can be tapped together. `width` is the
-    number of elements of a row, or None if no layer can be tapped."""
+
+    Attributes:
+        layers: the layers that can be tapped.
+        reason: why the first layer that is not in `layers` cannot be tapped. If each layer can be
+            tapped alone, `reason` says why the layers cannot be tapped together. None if all layers
+            can be tapped together.
+        width: the number of elements of a row; None if no layer can be tapped.
+    """
 
     layers: tuple[int, ...]
     reason: str | None
@@ -114,14 +119,14 @@ def describe_model(
 
 
 def _config_of(model: str, options: dict[str, object]) -> VllmConfig:
-    """vLLM's configuration without this package's part, so that a worker adds no taps."""
+    """vLLM's configuration without this package's options, so that the worker adds no taps."""
     from vllm.engine.arg_utils import EngineArgs
 
     arguments: dict[str, object] = {
         "load_format": LOAD_FORMAT,
         "skip_tokenizer_init": True,
-        # Only the decoder of a multimodal model can have taps. The model's processor, which is not
-        # built, would need a tokenizer and more files than the configuration.
+        # Only the decoder of a multimodal model can have taps. The model's processor is not built,
+        # because it would need a tokenizer and more files than the configuration.
         "language_model_only": True,
         "gpu_memory_utilization": LEAST_MEMORY,
     }
@@ -278,7 +283,8 @@ def _tap(anatomy: Anatomy, vllm_config: VllmConfig, config: ScopeConfig) -> int:
 
 @contextmanager
 def _classes_kept(anatomy: Anatomy) -> Iterator[None]:
-    """On exit, give each module its original class, which a tap replaces by a subclass."""
+    """A tap replaces the class of a module by a subclass. On exit, give each module its original
+    class back."""
     modules = [module for layer in anatomy.layers.values() for module in layer.modules()]
     modules += [] if anatomy.norm_here is None else [anatomy.norm_here]
     classes = [type(module) for module in modules]

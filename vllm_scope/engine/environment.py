@@ -25,7 +25,8 @@ def _validate(original: Callable[[bool], object], hard_fail: bool) -> None:
     from vllm.envs import environment_variables as known
 
     ours = [name for name in VARIABLES if name not in known]
-    # Our names are removed later, because the key of vLLM's compile cache depends on `known`.
+    # The key of vLLM's compile cache depends on `known`. Therefore our names are removed after the
+    # check.
     known.update(dict.fromkeys(ours, lambda: None))
     try:
         original(hard_fail)

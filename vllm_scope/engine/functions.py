@@ -1,13 +1,13 @@
 """Runs Python functions of requests between layers, if the engine is one process and not compiled.
 
-Owns:  the functions of each request, under a token that is valid only in this process; the check
-       whether an engine can run functions; the code that calls the functions in a step.
+Owns:  the functions of each request, and a random name for them that is valid only in this process;
+       the check whether an engine can run functions; the code that calls the functions in a step.
 Runs:  in the front-end and the worker, which must be one process.
 From:  frontend.translators.   To: graph.anatomy.hooked.
 
-Promise: a function sees only the rows of its own request. If a function raises an error, no
-function is called for the completion any more, and the completion's result is an error. Other
-requests continue. If a request has functions, no other request uses its KV.
+Promise: a function sees only the rows of its own request. If a function raises an error in a
+completion, no function is called for this completion any more, and the completion's result is an
+error. Other requests continue. If a request has functions, no other request uses its KV.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vllm_scope.graph.anatomy.layers import Anatomy
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: The key of `extra_args` that holds the token of a request's functions.
+#: The key of `extra_args` that holds the name of a request's functions (see `keep`).
 FUNCTIONS = "scope_functions"
 
 
@@ -60,14 +60,14 @@ class Functions(Protocol):
         """Record that a function failed. No function is called for this completion any more."""
 
 
-#: Maps each token to its functions. The references are weak, because the request's decorators
-#: already keep the functions alive.
+#: Maps each name that `keep` made to its functions. The references are weak: a request's
+#: decorators (frontend.translators) keep its functions alive.
 _kept: WeakValueDictionary[str, Functions] = WeakValueDictionary()
 
 
 def keep(functions: Functions) -> str:
-    """Returns a token for the functions. The token is valid as long as the caller has a reference
-    to the functions."""
+    """Give the functions a random name, and return the name. The name is valid as long as the
+    caller has a reference to the functions."""
     token = uuid.uuid4().hex
     _kept[token] = functions
     return token
@@ -195,7 +195,7 @@ def _write(stream: Tensor, hidden: Tensor, residual: Tensor | None) -> None:
         if residual is None:
             hidden.copy_(stream)
         else:
-            # The next layer adds `hidden` to `residual`. Because `hidden` is now 0, the new row is
-            # rounded only once.
+            # The next layer adds `hidden` to `residual`. Adding 0 is exact, so that the new row is
+            # rounded only once, by this copy.
             residual.copy_(stream)
             hidden.zero_()

@@ -6,8 +6,8 @@ Runs:  in the front-end process, on the caller's thread: during sweeps and harve
        request has taps. If a scheduler is freed, `seldom.end` runs on the thread that frees it.
 To:    engine.offline, frontend.sweep_runs, frontend.requests, core.scheduler.
 
-During a collection, no thread of the process runs Python code. In EngineCore, the launch of the
-model then waits. In the front-end, a full collection takes 0.3 to 0.6 s.
+During a collection, no thread of the process runs Python code. Therefore a collection in EngineCore
+delays the launch of the model. In the front-end, a full collection takes 0.3 to 0.6 s.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: The number of new objects after which Python begins a collection of the youngest objects; 700 by
-#: default. A running cell of a sweep has several hundred objects in EngineCore, and this number is
-#: about the number of objects of all running cells. Therefore most objects are freed before a
-#: collection visits them. With the default, the collections of one batch of 256 requests with 64
-#: probes took 63 ms of 4.2 s in EngineCore, and 32 ms if the requests had no taps (H100). On a
-#: server, a request with taps can run at all times. Garbage in cycles then stays in memory until
-#: there are this many new objects, which take less than 100 MB.
+#: The number of new objects after which Python begins a collection of the youngest objects. The
+#: default of Python is 700. A running cell of a sweep has several hundred objects in EngineCore,
+#: and all running cells have about _FIRST objects. Therefore most objects are freed before a
+#: collection visits them. With the default, collections in EngineCore took 63 ms of the 4.2 s of a
+#: batch of 256 requests with 64 probes, and 32 ms if the requests had no taps (H100). If a server
+#: always has requests with taps, garbage in cycles stays in memory until there are _FIRST new
+#: objects. These take less than 100 MB.
 _FIRST = 200_000
 
 
 class _Seldom:
     """Makes garbage collections rarer from the first `begin` to the last `end`. If other code sets
-    the thresholds of the garbage collector in between, `end` does not change these thresholds.
-    A `with` block begins and ends once."""
+    the collector's thresholds in between, `end` leaves these thresholds as they are. A `with` block
+    calls `begin` and `end`."""
 
     def __init__(self) -> None:
-        # A collection inside a `with` block of this lock can free an object that calls `end`.
+        # The lock is an RLock, because a collection while a thread holds the lock can free an
+        # object that calls `end` on the same thread.
         self._lock = threading.RLock()
         self._num = 0
         self._before = self._set = gc.get_threshold()

@@ -1,7 +1,8 @@
 """Counts the findings of monitors in requests, and sends them to webhooks and the controller.
 
 Owns:  Judge, and `tallied`.
-Runs:  in the front-end. `Judge.told` runs with each snapshot. The backlog's thread counts.
+Runs:  in the front-end. The front-end calls `Judge.told` with each snapshot of a completion's rows.
+       The backlog's thread counts.
 From:  monitors.   To: control.backlog, control.activity, sinks.metrics, webhook, controller,
        server.peers.
 
@@ -87,8 +88,8 @@ class Judge:
             found = result.scores if monitor.probe.aggregate is None else result.aggregates
             values, verdict = found[called].numpy(), verdicts.get(called)
             largest = float(values.max()) if len(values) else None
-            # The last tokens of a request that was aborted, or that EngineCore ended with an error,
-            # can lack scores, which are not counted as lost.
+            # If a request was aborted or ended with an error, its last tokens can lack scores. Such
+            # scores do not count as lost.
             num_lost = 0 if cut else result.num_lost(called)
             count_verdict(name, largest, verdict is not None, num_lost)
             monitor.tally.add(
@@ -105,7 +106,7 @@ class Judge:
                     )
                 )  # fmt: skip
             if verdict is not None and monitor.webhook is not None:
-                # JSON has no infinity. The JSON of an answer's verdicts has null in the same case.
+                # JSON has no infinity. As in an answer's verdicts, null stands for such a value.
                 value = verdict.value if math.isfinite(verdict.value) else None
                 monitor.webhook.tell(
                     {

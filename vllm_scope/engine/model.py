@@ -32,9 +32,9 @@ from vllm_scope.sinks.router import GLOBAL
 CONNECTORS_BY_HASH = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 
 
-#: For each feature of vLLM with which rows would be wrong: an attribute of VllmConfig, the value of
-#: this attribute if the feature is off, and the feature's name with the reason. Some versions of
-#: vLLM do not have all of these attributes.
+#: The features of vLLM with which rows would be wrong. Each item has an attribute of VllmConfig,
+#: the value of this attribute if the feature is off, and the feature's name with the reason. Some
+#: versions of vLLM do not have all of these attributes.
 _UNFIT: tuple[tuple[str, object, str], ...] = (
     ("parallel_config.use_ubatching", False,
      "dual batch overlap (each half reads the plan from row 0)"),
@@ -74,7 +74,8 @@ def sites_of(vllm_config: VllmConfig, config: ScopeConfig) -> Sites:
     """
     num_layers = num_layers_of(vllm_config)
     boundaries = set(config.boundaries(num_layers))
-    # The tap after the last layer checks that the rows of edited requests are finite.
+    # The tap after the last layer checks that the rows of edited requests are finite. If the
+    # configuration does not name this boundary, the tap is the guard.
     last = Place("resid_post", num_layers - 1).boundary
     guard = last if boundaries and last not in boundaries else None
     return Sites(
@@ -143,9 +144,8 @@ def anatomy_of(model: nn.Module, vllm_config: VllmConfig) -> Anatomy:
 def supposed_anatomies_of(
     model: nn.Module, vllm_config: VllmConfig, unread: str
 ) -> tuple[Anatomy, ...]:
-    """One possible anatomy for each convention, for a model whose source the parser does not
-    understand. The numbers that one forward computes must then prove exactly one of these
-    anatomies.
+    """One possible anatomy for each convention, if the parser does not understand the model's
+    source. Later, the numbers that one forward computes must prove exactly one of these anatomies.
 
     Args:
         unread: the reason why the parser does not understand the source.
@@ -159,8 +159,8 @@ def supposed_anatomies_of(
 
     found = supposed_anatomies(model, num_layers_of(vllm_config), _is_missing, _has_cache, unread)
     _check_layers(found[0], vllm_config)
-    # In these modes, all forwards use one graph, because vLLM drops the guards with which
-    # torch.compile would trace again.
+    # In these modes, all forwards use one graph. vLLM drops the guards, which are the conditions
+    # under which torch.compile would trace the model again.
     # vllm 0.32, compilation/wrapper.py, TorchCompileWithNoGuardsWrapper
     once = (CompilationMode.VLLM_COMPILE, CompilationMode.DYNAMO_TRACE_ONCE)
     names = found[0].path.split(".")

@@ -25,7 +25,7 @@ from vllm_scope.request.actions.base import checked_name
 #: (site, layer, label)
 Key = tuple[str, int, str]
 Found = dict[Key, Sums]
-#: A remote call, as its name and its arguments.
+#: The name and the arguments of a remote call.
 _Call = tuple[str, tuple[object, ...]]
 T = TypeVar("T")
 #: A generator that yields remote calls, and returns a T. The caller makes each call, and sends the

@@ -12,9 +12,9 @@ A monitor is a probe with a threshold. In a request, the probe of the monitor NA
 Promise: if the model does not support a configured monitor, or the engine has no room for all
 configured monitors, the engine does not start. If the same is true of monitors that an operator
 sets later, the monitors are refused. No request passes without the monitors that are set when it
-enters. Therefore monitors cause an error in a request in two cases: the monitors and the request's
-own actions together need more room than the engine has, or the request has prompt embeddings or
-streamed input, which cannot be tapped. A server also refuses beam search.
+enters. Therefore a request is refused in two cases: the monitors and the request's own actions
+together need more room than the engine has; or the request has prompt embeddings or streamed input,
+which cannot be tapped. A server with monitors also refuses beam search.
 """
 
 from __future__ import annotations
@@ -254,7 +254,8 @@ def _check_tokens(tokens: Selector, where: str) -> None:
         ) from None
 
 
-#: Maps an engine's VllmConfig to the engine's monitors, once the monitors are known.
+#: Maps an engine's VllmConfig to the engine's monitors. An engine without monitors can lack an
+#: entry.
 _monitors: Beside[tuple[Monitor, ...]] = Beside()
 #: The file by which several API servers share their monitors; None outside a server.
 _file: Shared | None = None
@@ -303,8 +304,8 @@ def told(vllm_config: VllmConfig) -> dict[str, dict[str, object]]:
 
 
 def _since(monitors: tuple[Monitor, ...], before: tuple[Monitor, ...]) -> dict[str, float]:
-    """The time at which each monitor was set, by the name of the monitor. A monitor that is equal
-    to an earlier monitor with the same name has the time of this earlier monitor.
+    """The time at which each monitor was set, by the name of the monitor. If a monitor is equal to
+    the monitor in `before` with the same name, it has the time of that earlier monitor.
 
     A monitor with a webhook, or with a changed first stage, never counts as equal.
     """
@@ -351,8 +352,7 @@ def _looked_up(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
     found = _monitors.of(vllm_config)
     if found is not None:
         return found
-    # To save time, only a configuration that has monitors is parsed, because this code runs for
-    # each request.
+    # This code runs for each request. To save time, it parses only a configuration with monitors.
     additional = vllm_config.additional_config
     body = additional.get(KEY) if isinstance(additional, dict) else None
     if not isinstance(body, Mapping) or not body.get("monitors"):
@@ -384,8 +384,8 @@ def set_monitors(
             fields `file` and `url`, because a caller is allowed to send numbers, but no paths and
             no addresses. An empty mapping removes all monitors.
         connection: the engine's sites and limits.
-        ask: asks EngineCore whether there is room for the monitors, which are the text of a spec,
-            and the server-wide edits together.
+        ask: a function that gets the monitors as the text of a spec. It asks EngineCore whether
+            there is room for these monitors and the server-wide edits together.
 
     Raises:
         SpecError: a monitor is malformed, or the engine does not support a monitor, or does not
@@ -447,7 +447,7 @@ def set_on(engine: LLMEngine, bodies: object) -> None:
 
 
 async def set_on_async(engine: AsyncLLM, bodies: object) -> None:
-    """The same as `set_on`, but for an AsyncLLM."""
+    """Connect to the workers of an AsyncLLM if necessary, and then set its monitors."""
     if needs_connection(engine):
         await connect_async(engine)
     connection = connection_of(engine.output_processor)
@@ -519,8 +519,8 @@ _listeners: Beside[Callable[[Observation], None]] = Beside()
 
 
 def listen(vllm_config: VllmConfig, tell: Callable[[Observation], None] | None) -> None:
-    """Call `tell` with the monitors' findings in each completion of requests that enter later. If
-    `tell` is None, requests that enter later call no function.
+    """Call `tell` with the monitors' findings in each completion of requests that enter from now
+    on. If `tell` is None, no function gets the findings of these requests.
 
     Raises:
         SpecError: the engine already has a controller.
@@ -543,8 +543,8 @@ def _everywhere(vllm_config: VllmConfig) -> Mapping[str, object] | None:
     return {_KEY: (monitors, _listeners.of(vllm_config), _peers_of(vllm_config))}
 
 
-#: The key of the values that `_everywhere` gives to `_translate`. A caller cannot send such values,
-#: because the key is not among the registered keys.
+#: The key of the values that `_everywhere` gives to `_translate`. A caller cannot send a value
+#: under this key, because the key is not registered.
 _KEY = "scope monitors"
 
 

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: The engine takes prompts while it has fewer requests and fewer tokens than this multiple of the
-#: largest numbers in one step. With this multiple, the scheduler never waits for the next prompt.
+#: A step has at most max_num_seqs requests and max_num_batched_tokens tokens. The engine takes
+#: prompts until it has _AHEAD times one of these numbers. Then the scheduler never waits for the
+#: next prompt.
 _AHEAD = 4
 #: The time in seconds between two checks whether EngineCore is alive.
 _LOOK_S = 0.5
@@ -92,8 +93,8 @@ class OfflineEngine:
         self.model = model if isinstance(model, str) else self._config.model_config.model
 
     def settings(self, reads: Sequence[Read]) -> dict[str, Any]:
-        """The settings that the rows depend on, in addition to the prompts. All values can be
-        stored as JSON.
+        """The settings on which the rows depend, other than the prompts. All values can be stored
+        as JSON.
 
         Raises:
             SpecError: a read names a layer or a site that has no tap.
@@ -261,8 +262,9 @@ def _in_words(what: str) -> Iterator[None]:
 
 @contextmanager
 def _woken(engine: Any) -> Iterator[None]:
-    """If EngineCore is killed in the `with` block, a waiting step ends with EngineDeadError.
-    Without this function, vLLM would close the socket, and the waiting step would never end.
+    """If EngineCore is killed in the `with` block, a step that waits for EngineCore ends with
+    EngineDeadError. Without this function, vLLM would close the socket, and the step would wait
+    forever.
     vllm 0.30 to 0.33, v1/engine/core_client.py, SyncMPClient.get_output
     """
     from vllm.v1.engine.exceptions import EngineDeadError

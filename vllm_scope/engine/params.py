@@ -59,16 +59,17 @@ def without_ticket(sampling_params: Any) -> Any:
     return params
 
 
-#: The types whose values cannot change. `dedicated` adds each type of enumeration that it finds.
+#: Types whose values cannot change. `dedicated` adds the class of each Enum member that it finds.
 _FIXED: set[type] = {type(None), bool, int, float, str, bytes, translators.Decorators}
 
 
 def dedicated(sampling_params: Params) -> Params:
     """A copy of the parameters for only one request, so that vLLM does not copy them again.
 
-    vLLM makes a deep copy, which takes 20 us. This time is a third of the front-end's time for a
-    request without a scope. This function also copies lists, sets and dicts, if their items are
-    plain values. Parameters with values of other types are returned unchanged, and vLLM copies
+    vLLM's deep copy takes 20 us, a third of the front-end's time for a request without a scope.
+
+    The copy has its own lists, sets and dicts. If some other value, or an item of a list, set or
+    dict, has a type that is not in `_FIXED`, the parameters are returned unchanged, and vLLM copies
     them. Parameters that vLLM does not copy (`skip_clone`) are also returned unchanged.
     """
     if sampling_params.skip_clone:
@@ -105,12 +106,13 @@ def asks(params: object) -> bool:
 
 
 def names_module(text: object) -> bool:
-    """False only if a spec certainly names no steering module, or if `text` is not a string. To
-    save time, this function searches the text of the spec, and does not parse the text."""
+    """True if the text of a spec can name a steering module. To save time, this function searches
+    the text and does not parse it. Therefore the result can also be True for a spec that names no
+    module. False if `text` is not a string."""
     return isinstance(text, str) and _has_name(text)
 
 
-@lru_cache(maxsize=8)  # a cache, because monitors give the same long text to every request
+@lru_cache(maxsize=8)  # monitors give the same long text to every request
 def _has_name(text: str) -> bool:
     return _NAME.search(text) is not None
 
@@ -128,12 +130,13 @@ def params_of(
 
 def used_by_vllm(params: Any, prompt: object) -> Any:
     """The parameters with which vLLM runs a request. If the prompt is a whole EngineCoreRequest,
-    vLLM uses the parameters of the EngineCoreRequest, and not those of the call.
+    vLLM uses the parameters in this EngineCoreRequest, and ignores the parameters of the call.
     vllm 0.30 to 0.33, v1/engine/async_llm.py, AsyncLLM.add_request"""
     return getattr(prompt, "sampling_params", None) or params
 
 
 def concerns(params: object, engine: Engine) -> bool:
-    """True if the request has a spec, or keys of a translator, or if a translator applies to every
-    request (as for monitors)."""
+    """True if the request has a spec or keys of a translator, or if a translator now applies to
+    every request. For example, while monitors are set, their translator applies to every
+    request."""
     return asks(params) or bool(translators.applying(params, engine.vllm_config))

@@ -3,8 +3,8 @@
 Runs:  `register` in the front-end, in EngineCore and in every worker process. A process can call
        `register` several times, but only the first call has an effect.
 
-Promise: with VLLM_SCOPE=0, no symbol of vLLM is wrapped. Otherwise `register` raises an error for
-an unknown version of vLLM, and for a symbol that its wrapper does not fit. The error names the
+Promise: with VLLM_SCOPE=0, no symbol of vLLM is wrapped. Otherwise, if the version of vLLM is not
+supported, or a symbol does not fit its wrapper, `register` raises an error. The error names the
 version or the symbol.
 """
 
@@ -39,7 +39,7 @@ def enabled() -> bool:
 
 
 def register() -> None:
-    """Wrap all symbols of vLLM that this package wraps, only once in each process."""
+    """Wrap vLLM's symbols. Later calls in the same process do nothing."""
     global _registered
     if _registered or not enabled():
         return
@@ -88,9 +88,9 @@ def checking_sites(check: Callable[[Sites], object]) -> Iterator[None]:
 
 def wrap_engine_args() -> None:
     """Wrap EngineArgs.create_engine_config. The wrapper stores all options of this package in
-    additional_config, where the workers and the key of vLLM's compile cache find them. If a file is
-    missing, or the model lacks a site or layer, the wrapper raises an error before vLLM starts a
-    process."""
+    additional_config. The workers read the options there, and the key of vLLM's compile cache
+    depends on them. If a file is missing, or the model lacks a site or layer, the wrapper raises an
+    error before vLLM starts a process."""
     from vllm_scope.engine.frontend import requests
     from vllm_scope.engine.model import sites_of
 
@@ -98,8 +98,8 @@ def wrap_engine_args() -> None:
         original: Callable[..., VllmConfig], self: EngineArgs, *args: object, **kwargs: object
     ) -> VllmConfig:
         reuse_bytes()  # raises if VLLM_SCOPE_REUSE_MIB is not a number, before a process starts
-        if "vllm.entrypoints.llm" in sys.modules:  # LLM runs this code before its first request
-            requests.wrap_llm()
+        if "vllm.entrypoints.llm" in sys.modules:
+            requests.wrap_llm()  # an LLM makes its configuration before it adds requests
         additional = dict(self.additional_config or {})
         parsed = ScopeConfig.parse(additional.get(KEY, {}))
         parsed.check_files()
@@ -107,7 +107,7 @@ def wrap_engine_args() -> None:
         additional[KEY] = config
         self.additional_config = additional
         found = original(self, *args, **kwargs)
-        # An error of this call reaches the user. Later, an error would only be in a worker's log.
+        # The user sees an error of this call. A later error would only be in a worker's log.
         sites = sites_of(found, ScopeConfig.parse(config))
         if (check := _check_sites.get()) is not None:
             check(sites)
@@ -117,8 +117,8 @@ def wrap_engine_args() -> None:
 
 
 def wrap_log() -> None:
-    """Wrap the function that prepares vLLM's arguments for the log. The wrapper hides values of the
-    options of sinks, policies and monitors that can be secret (sinks.options.without_secrets)."""
+    """Wrap the function that prepares vLLM's arguments for the log. The options of sinks, policies
+    and monitors can contain secrets. The wrapper hides these (sinks.options.without_secrets)."""
 
     def redact(
         original: Callable[..., dict[str, object]], args: dict[str, object]

@@ -118,8 +118,8 @@ def refused(request_id: str, error: ScopeError) -> Last:
 def _refuse(
     original: Callable[..., object], self: EngineCoreProc, request: EngineCoreRequest
 ) -> None:
-    """EngineCoreProc._handle_request_preproc_error. The wrapper sends the text of our errors
-    too."""
+    """EngineCoreProc._handle_request_preproc_error. For an error of this package, the wrapper also
+    sends the error's text."""
     error = sys.exception()
     if not isinstance(error, ScopeError):
         original(self, request)

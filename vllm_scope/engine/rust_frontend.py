@@ -33,8 +33,8 @@ def serves(vllm_config: Any) -> bool:
     """True if an engine's requests come from vLLM's Rust front-end.
 
     The value of VLLM_USE_RUST_FRONTEND alone is not enough, because `LLM` ignores this variable.
-    The API server rank is -1 if `run_multi_api_server` of `vllm serve` starts the engine. With
-    VLLM_USE_RUST_FRONTEND, this function starts the Rust front-end. vllm 0.30 to 0.33,
+    The API server rank is -1 if `run_multi_api_server` of `vllm serve` starts the engine. If the
+    variable is set, `run_multi_api_server` also starts the Rust front-end. vllm 0.30 to 0.33,
     entrypoints/cli/serve.py, run_multi_api_server
     """
     from vllm import envs

@@ -57,8 +57,8 @@ _ERROR = "EngineCoreOutput.error with RequestError.to_exception (since 0.33)"
 
 # fmt: off
 _BY_MODULE: dict[str, tuple[Seam, ...]] = {
-    # Every process. If this list names a function in two modules, the first of them that exists is
-    # wrapped.
+    # Every process. If this list names a function in two modules, the function is wrapped only in
+    # the first module that has it.
     "engine.arg_utils": (_wraps("EngineArgs.create_engine_config", "", "additional_config"),),
     "platforms.interface": (_wraps("Platform.validate_environ", "hard_fail"),),  # since 0.31
     "envs": (_wraps("validate_environ", "hard_fail", "environment_variables"),),  # in 0.30
@@ -136,7 +136,8 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     ),
     "exceptions": (_uses("VLLMValidationError"), _uses("GracefulHTTPError")),
     "utils.network_utils": (_uses("get_ip"),),
-    # LLM. If this list names a method in two modules, the first of them that exists is wrapped.
+    # LLM. If this list names a method in two modules, it is wrapped only in the first module that
+    # has it.
     "entrypoints.common.offline": (
         _wraps("OfflineInferenceMixin._render_and_add_requests", "prompts params"),  # since 0.32
     ),
@@ -307,13 +308,14 @@ CONTRACT: tuple[Seam, ...] = tuple(
 )
 
 
-#: Maps an engine's VllmConfig to two forms of this package's part: as in additional_config, and
-#: parsed. The part is parsed only once, because each request needs the parsed form.
+#: Maps an engine's VllmConfig to this package's options in two forms: as in additional_config, and
+#: parsed. The options are parsed only once, because each request needs the parsed form.
 _parsed: Beside[tuple[object, ScopeConfig]] = Beside()
 
 
 def config_of(vllm_config: VllmConfig) -> ScopeConfig | None:
-    """This package's part of an engine's configuration; None if there is no such part."""
+    """This package's options in an engine's configuration; None if the engine has no such
+    options."""
     additional = vllm_config.additional_config
     body = additional.get(KEY) if isinstance(additional, dict) else None
     if body is None:

@@ -27,8 +27,8 @@ from vllm_scope.errors import SpecError, shown
 from vllm_scope.sinks.metrics import count_escalation
 
 logger = logging.getLogger("vllm.vllm_scope")
-#: The largest number of verdicts that can wait, and the longest time in seconds that an HTTP
-#: request waits for the next bytes from the address.
+#: MOST_WAITING is the largest number of verdicts that can wait. An HTTP request fails if the
+#: address sends nothing for TIMEOUT_S seconds.
 MOST_WAITING, TIMEOUT_S = 1024, 5.0
 
 
@@ -135,8 +135,8 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def _has_host(url: str) -> bool:
-    """True if the text is a URL of http or https with a host, to which urllib can send. urllib
-    takes no user name, no space, and no path with other characters than ASCII."""
+    """True if the text is a URL of http or https with a host, and urllib can send to this URL.
+    urllib takes no user name, no space, and only ASCII characters in a path."""
     try:
         parts = urllib.parse.urlsplit(url)
         # The property `port` raises ValueError if the port is not a number from 0 to 65535.

@@ -5,10 +5,10 @@ Runs:  in every process of an engine, once, before the engine is created. In a w
        Runner V1, the sampler is wrapped later, when the runner gets its taps.
 From:  seams.CONTRACT.
 
-Promise: an engine does not start if a wrapped symbol is missing, or does not have a parameter that
-the wrapper reads, or has a new parameter that the wrapper cannot pass to the original. The error
-names the symbol. If supported versions of vLLM differ, our code tests whether a feature exists, not
-the version.
+Promise: an engine does not start in three cases: a wrapped symbol is missing; the symbol lacks a
+parameter that its wrapper reads; or the symbol has a new parameter that its wrapper does not
+accept. The error names the symbol. If supported versions of vLLM differ in a feature, our code
+tests whether the feature exists. It does not test the version.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def replace_in(
     Args:
         owners: for a method, the class of the method. Else the modules that contain the function.
         parameters: names of parameters that the function must have.
-        wrapper: the same as for `wrap`.
+        wrapper: the argument `wrapper` of `wrap`.
 
     Raises:
         CompatError: an owner has no such function, or the function lacks one of `parameters`, or
@@ -124,8 +124,8 @@ def _wrapped(
             f"{owner.__name__}.{name} of this vLLM has no parameter "
             f"{', '.join(sorted(missing))}; {_known()}"
         )
-    # `getattr` binds a class method to its class, so that the signature does not have the first
-    # parameter.
+    # If the symbol is a class method, `getattr` has bound it to its class. Its signature then lacks
+    # the first parameter, but the wrapper gets an argument for this parameter.
     given = [original, owner] if inspect.ismethod(original) else [original]
     refused = _refused_parameter(signature, wrapper, given)
     if refused is not None:

@@ -5,8 +5,8 @@ Owns:  in EngineCore, the set of the KV blocks that can hold NaN (unfit blocks);
 From:  engine.worker.faults (a failed request), the scheduler (freed blocks).
 
 Some attention kernels, such as vLLM's CPU kernel, read the whole block that holds a token. If the
-block contains NaN, the token's result is then also NaN, because 0 * NaN is NaN. If another request
-gets the blocks of a faulty request, the worker therefore zeroes these blocks before the next
+block contains NaN, the token's result is then also NaN, because 0 * NaN is NaN. Therefore, if
+another request gets the blocks of a faulty request, the worker zeroes these blocks before the next
 forward. EngineCore gets the report of a fault only after a step has ended. Therefore, if an edited
 request ends or is preempted during a step, the blocks that the step writes count as unfit.
 """
@@ -69,8 +69,8 @@ def _withdraw(scheduler: Scheduler, block_ids: set[int]) -> None:
 
 
 def withdraw(scheduler: Scheduler, request: Request) -> set[str]:
-    """Remove the blocks with edited KV of a faulty request from the prefix cache. These blocks are
-    then unfit.
+    """Remove the blocks with edited KV of a faulty request from the prefix cache. From then on,
+    these blocks count as unfit.
 
     Returns:
         The ids of other edited requests that share some of this KV.
@@ -90,8 +90,9 @@ def withdraw(scheduler: Scheduler, request: Request) -> set[str]:
 
 
 def _free_blocks(original: Callable[..., T], self: Scheduler, request: Request) -> T:
-    """Scheduler._free_request_blocks, which vLLM calls when a request ends or is preempted. The
-    blocks with edited KV that running steps write leave the prefix cache, and are then unfit."""
+    """Scheduler._free_request_blocks, which vLLM calls when a request ends or is preempted. If
+    running steps still write edited KV into some of the request's blocks, these blocks leave the
+    prefix cache and count as unfit."""
     first = first_edited(request)
     if first is not None and request.num_in_flight_tokens:
         written = max(request.num_computed_tokens - request.num_in_flight_tokens, 0)
@@ -149,8 +150,8 @@ def zero(runner: ModelRunner, block_ids: list[int]) -> None:
         for cache in _caches_of(runner):
             cache[block_ids] = 0
         return
-    # If vLLM itself zeroes KV blocks, the model runner already has an object that does this, in the
-    # attribute kv_block_zeroer of Model Runner V2 or _kv_block_zeroer of V1.
+    # The object that zeroes blocks is the attribute kv_block_zeroer of Model Runner V2, or
+    # _kv_block_zeroer of V1. If vLLM itself zeroes KV blocks, this object exists already.
     zeroer = getattr(runner, "kv_block_zeroer", None) or getattr(runner, "_kv_block_zeroer", None)
     if zeroer is None:
         runner._init_kv_zero_meta()

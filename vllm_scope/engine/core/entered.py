@@ -33,10 +33,13 @@ class Entered(Struct, frozen=True):
         keys: the keys of the request's KV blocks; None if the request has no edits.
         held: the request's programs in the workers' tables; None if all actions of the request are
             reads and Moments.
-        columns, unchecked: the attributes of core.news.Entrant with the same names.
+        columns: a column says which actions apply to one token, as bytes. From the distinct columns
+            of all tokens, each worker can build all programs of the request.
+        unchecked: True if the request can deliver more bytes in one step than its front-end has
+            checked.
         logged: the range that the request needs in the log of states. Its `start` is not set yet.
-        reserve: the places in the workers' tables that the request can need when its policy changes
-            scales, and the number of rows of the request's lenses.
+        reserve: the table entries that the request can need when its policy changes scales, and the
+            number of rows to which the request's lenses are applied.
         sums: the object that reserves room for the request's sums; None if there are no Moments.
         num_prompt: number of tokens of the prompt, or of the first piece of streamed input.
     """

@@ -1,7 +1,7 @@
 """Resolves new requests in EngineCore, and makes the keys of their KV blocks.
 
-Owns:  the code that resolves the names of steering modules and adds server-wide edits for a new
-       request; the programs of the request; the keys of edited KV blocks; the remote calls about
+Owns:  the code that resolves the names of steering modules in a new request, adds server-wide
+       edits, and makes the request's programs; the keys of edited KV blocks; the remote calls about
        steering modules and server-wide edits.
 Runs:  in EngineCore, when a request enters (input thread), when vLLM hashes its KV blocks, and when
        a remote call arrives.
@@ -58,7 +58,7 @@ from vllm_scope.vectors import load_vectors
 T = TypeVar("T")
 
 
-#: The programs that a request holds, the columns of all programs of the request, and the places in
+#: The programs that a request holds; the request's columns (Entered.columns); and the entries of
 #: the workers' tables that the request can need later.
 _HeldBy = tuple[Held | None, tuple[bytes, ...], Cost]
 
@@ -156,8 +156,8 @@ class CoreScope:
         )  # fmt: skip
 
     def _held_of(self, asked: Resolved, ids: Ids, max_tokens: int, unchecked: bool) -> _HeldBy:
-        """The same result as `_held_by`. If a spec is uniform (Resolved.uniform), all requests with
-        this spec share one result."""
+        """The result of `_held_by`. If a spec is uniform (Resolved.uniform), the result is computed
+        once for all requests with this spec."""
         if not asked.uniform or not len(ids):
             return self._held_by(asked, ids, max_tokens, unchecked)
         known: dict[tuple[bool, Cost], _HeldBy] = asked.__dict__.setdefault("_held", {})
@@ -167,9 +167,9 @@ class CoreScope:
         return known[key]
 
     def _held_by(self, asked: Resolved, ids: Ids, max_tokens: int, unchecked: bool) -> _HeldBy:
-        """Returns three values: the programs that a request with vectors holds, the columns of all
-        programs of the request, and the places that the request's policy can need later. If the
-        workers do not need one of these values, the value is None or empty."""
+        """Returns three values: the programs that a request with vectors holds, the request's
+        columns, and the table entries that the request's policy can need later. If the workers do
+        not need one of these values, the value is None or empty."""
         vectors = bool(asked.edits or asked.banked)
         if not (vectors or unchecked):
             return None, (), Cost()
@@ -252,7 +252,7 @@ class CoreScope:
             )
 
 
-@lru_cache(maxsize=1)  # a controller changes edits often, and 64 monitors take 20 ms
+@lru_cache(maxsize=1)  # a controller changes edits often, and resolving 64 monitors takes 20 ms
 def _probes_of(monitors: str, sites: Sites) -> tuple[ResolvedProbe, ...]:
     return Spec.from_json(monitors).resolve(sites).probes
 
@@ -353,8 +353,8 @@ def _entered_as(
         entering[request.request_id] = found.keys
     try:
         made = original(self, request)
-        # This code reserves room for sums last, because a request that is refused must not reserve
-        # room. The room becomes free only when a user drops the sums.
+        # Room for sums is reserved last, because a refused request must not reserve room. Reserved
+        # room becomes free only when a user drops the sums.
         if found.sums is not None:
             found.sums.enter(found.asked.moments)
         keep(made[0], found)
@@ -364,7 +364,8 @@ def _entered_as(
 
 
 def _concerns(engine: EngineCore, request: EngineCoreRequest) -> bool:
-    """False only if a request certainly has no taps, and therefore needs no CoreScope."""
+    """True if a request can have taps: it has a ticket, or there are global sinks, or a CoreScope
+    exists, which can have server-wide edits. All other requests need no CoreScope."""
     if _scopes.of(engine) is not None or has_ticket(request.sampling_params):
         return True
     known = _reads_all.of(engine)
@@ -437,7 +438,7 @@ _ANSWERS: dict[str, Callable[..., object]] = {
     "scope_get_edits": lambda engine, ask: _scope_of(engine).registry.server_text,
     "scope_hold": lambda engine, ask, *args: _scope_of(engine).registry.hold(*args),
 }
-#: The remote calls to whose answers EngineCore adds the steering modules.
+#: EngineCore adds the steering modules to the answers to these remote calls.
 _WITH_MODULES = ("scope_connect", "scope_describe")
 
 

@@ -5,7 +5,8 @@ Owns:  the wrapper of Scheduler.update_from_output.
 Runs:  in EngineCore, on the scheduler's thread.
 From:  engine.worker.faults, verdicts, variants (the functions that handle an output).
 
-Promise: if an output carries nothing and no variants run, the wrapper only makes these two checks.
+Promise: if the workers added no values to an output (worker.carrying), and no variants run, the
+wrapper only checks these two conditions.
 """
 
 from __future__ import annotations

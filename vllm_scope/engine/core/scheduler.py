@@ -69,8 +69,8 @@ class _State:
         summing: ids of running requests with Moments.
         accepted: maps the id of an ended request with Moments to the request's number of tokens. An
             entry stays in this mapping until a step's news contains the entry.
-        resting: True from a step for which `_is_quiet` was True until a request with taps enters,
-            or `index` has news.
+        resting: True if `_is_quiet` was True at an earlier step, and since that step no request
+            with taps has entered, and `index` has had no news.
         index: the scheduler's ScoreIndex, if `resting` is True.
     """
 
@@ -141,8 +141,9 @@ def _new_admission(scheduler: Scheduler) -> Admission[Request]:
 
 
 def _held_by(request: object) -> tuple[Held | None, int, Cost]:
-    """Returns the request's programs in the workers' tables or None, the number of places that it
-    needs in the log of states, and the places that it can need later."""
+    """Returns three values: the request's programs in the workers' tables, or None; the number of
+    places that the request needs in the log of states; and the table entries and lens rows that it
+    can need later."""
     found = entered(request)
     if found is None:
         return None, 0, Cost()
@@ -176,8 +177,8 @@ def _add_to_scheduler(original: Callable[..., object], self: Scheduler, request:
 
 
 def _let_in(self: Scheduler, admission: Admission[Request]) -> None:
-    """Move waiting requests to the scheduler while the workers' tables have room. Each of the two
-    queues keeps its order."""
+    """Move waiting requests to the scheduler while the workers' tables have room. Requests with a
+    lens wait in one queue, and all other requests in a second queue. Each queue keeps its order."""
     for line in admission.lines:
         while line:
             held, num_logged, reserve = _held_by(line[0])
@@ -217,8 +218,8 @@ def _finish(
     request_ids: str | Iterable[str] | None,
     status: object,
 ) -> list[Request]:
-    """Scheduler.finish_requests. If a request that must end waits for room, the request first moves
-    to the scheduler's queue, because the scheduler can end only the requests that it has."""
+    """Scheduler.finish_requests. If a request that must end still waits for room, the wrapper first
+    moves the request to the scheduler, because the scheduler can end only requests that it has."""
     request_ids = with_variants(self, request_ids)
     admission = admission_of(self)
     if admission is None or not admission.waiting:
@@ -299,7 +300,8 @@ def _schedule(
 
 
 def _rests(scheduler: Scheduler) -> bool:
-    """The same as `_is_quiet`. While the scheduler rests, this function makes only one check."""
+    """True if the scheduler is quiet (`_is_quiet`). While the scheduler rests, this function only
+    checks whether `index` has news."""
     state = _states.of(scheduler)
     if state is None or not state.resting:
         if not _is_quiet(scheduler):
@@ -353,8 +355,9 @@ def _capped(
     **kwargs: int | None,
 ) -> T:
     """KVCacheManager.get_computed_blocks, and the same method for KV connectors. The prefix cache
-    is used only for positions below the first position whose row the request needs. A request that
-    only probes can also use the KV of its first blocks whose scores the workers store.
+    is used only for positions below the first position whose row the request needs. If a request
+    only probes, it can also use the KV of its first blocks if the workers store the scores of these
+    blocks.
 
     Args:
         args, kwargs: from vLLM 0.33 on, vLLM's own cap `max_cache_hit_length`; empty in earlier

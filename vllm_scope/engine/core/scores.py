@@ -1,4 +1,4 @@
-"""Has an index of the scores that workers store, so that requests that only probe use cached KV.
+"""Keeps an index of stored scores. With stored scores, requests that only probe can use cached KV.
 
 Owns:  one ScoreIndex for each of vLLM's KV-cache managers, and the news about stored scores.
 Runs:  in EngineCore, on the scheduler's thread.
@@ -27,8 +27,8 @@ def index_of(manager: object) -> ScoreIndex | None:
 
 
 def new_index(scheduler: Scheduler) -> None:
-    """Make the ScoreIndex of a scheduler if it does not exist yet, the prefix cache is on, and
-    `scores_mib` is not 0."""
+    """Make the scheduler's ScoreIndex, if the prefix cache is on and `scores_mib` is not 0. If the
+    ScoreIndex exists already, do nothing."""
     manager = scheduler.kv_cache_manager
     if index_of(manager) is not None or not manager.enable_caching:
         return
@@ -42,15 +42,15 @@ def new_index(scheduler: Scheduler) -> None:
 
 
 def _hash_block_size(scheduler: Scheduler) -> int:
-    """The number of tokens in a KV block that has a hash. vllm 0.32, v1/core/sched/scheduler.py"""
+    """The number of tokens in each block that vLLM hashes. vllm 0.32, v1/core/sched/scheduler.py"""
     return int(getattr(scheduler, "hash_block_size", scheduler.block_size))
 
 
 def kept_of(
     scheduler: Scheduler, request: Request, asked: Resolved, num_cached: int
 ) -> tuple[bytes, tuple[bytes, ...], int]:
-    """Begin to store a request's scores, if possible. Returns the values of Entrant.scores,
-    Entrant.cached and Entrant.block_size."""
+    """Begin to store a request's scores, if possible. Returns three values for the request's
+    Entrant: the digest of its probes, the hashes of its cached blocks, and the size of a block."""
     index = index_of(scheduler.kv_cache_manager)
     if index is None or asked.scores_alone is None:
         return b"", (), 0
@@ -60,8 +60,9 @@ def kept_of(
 
 
 def fill_blocks(scheduler: Scheduler, output: SchedulerOutput, news: StepNews) -> None:
-    """Add to the news the KV blocks that are full after this step, for the requests whose turn it
-    is (core.score_index), and the scores that workers must drop."""
+    """Add the KV blocks that are full after this step to the news. The requests take turns, so that
+    only some of them add blocks in one step (core.score_index). Also add the scores that workers
+    must drop."""
     index = index_of(scheduler.kv_cache_manager)
     if index is None:
         return
@@ -99,16 +100,17 @@ def _filled(index: ScoreIndex, request: Request) -> tuple[int, list[bytes]] | No
 
 
 def lose(scheduler: Scheduler, keys: Iterable[ScoreKey]) -> None:
-    """Record that a worker does not have some stored scores. Later requests then compute the KV
-    blocks of these scores."""
+    """Record that a worker does not have some stored scores. Later requests then do not use cached
+    KV for the blocks of these scores, but compute these blocks again."""
     index = index_of(scheduler.kv_cache_manager)
     if index is not None:
         index.lose(keys)
 
 
 def freeze(scheduler: Scheduler, request: Request) -> None:
-    """From now on, store scores only for KV blocks of the request's prompt and of tokens that are
-    already scheduled, because the later stage that now begins scores none of these tokens."""
+    """Record that a later stage of the request begins. The stage scores only tokens after the
+    prompt that are not scheduled yet. From now on, store scores only for the KV blocks that have
+    none of these tokens."""
     index = index_of(scheduler.kv_cache_manager)
     if index is not None:
         num_tokens = max(request.num_computed_tokens, request.num_prompt_tokens)

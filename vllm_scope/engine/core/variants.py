@@ -6,10 +6,11 @@ Runs:  in EngineCore. `expand` runs on the input thread when the request enters.
 From:  request.ticket (Ticket.variants), entry.   To: engine.frontend.sweeping (reads the only
        output of the request).
 
-The request that stands for the variants is never scheduled. The variants are ordinary requests with
-the prompt and the parameters of this request. The variants share KV blocks. Each variant samples
-one token. After the last variant has ended, the front-end gets one output. The log-probabilities of
-all variants are in the output's field kv_transfer_params, which vLLM does not change.
+The front-end's request stands for its variants, and is never scheduled itself. The variants are
+ordinary requests with the prompt and the parameters of this request. The variants share KV blocks.
+Each variant samples one token. After the last variant has ended, the front-end gets one output. The
+log-probabilities of all variants are in the output's field kv_transfer_params, which vLLM does not
+change.
 
 With async scheduling, EngineCore prepares one step while the device computes another step. If one
 step computed all waiting variants, no variant would be ready for the next step, and the device
@@ -37,8 +38,8 @@ from vllm_scope.sweeps.yielding import SWEPT
 #: The tokens of all variants are divided among this number of steps. The device computes one step,
 #: EngineCore prepares the second step, and the variants of the third step wait.
 _PARTS: Final = 3
-#: Every step is allowed to have at least this number of tokens. A smaller step takes longer to
-#: launch than to compute.
+#: The bound of a step (`most_tokens`) is never below this number of tokens. A smaller step would
+#: take longer to launch than to compute.
 _LEAST_TOKENS: Final = 1024
 
 
@@ -85,7 +86,8 @@ class _Group:
         and the times of the last variant. vLLM makes its metrics from these times.
 
         Args:
-            others: the value of the attribute `others` of Answers.
+            others: True if EngineCore had requests outside of sweeps at the last step with
+                variants.
         """
         from vllm.v1.engine import EngineCoreOutput as Output
         from vllm.v1.engine import FinishReason
@@ -116,7 +118,7 @@ def _logprobs(found: Any, asked: list[int] | None, num_tokens: int) -> NDArray[n
 
     Args:
         found: vLLM's LogprobsLists, or None. Each row has first the sampled token, and then the
-            asked tokens. If another row of the step is longer, vLLM fills this row with token 0.
+            asked tokens. If another row of the step is longer, vLLM pads the row with token 0.
         num_tokens: size of the vocabulary.
     """
     if found is None:
@@ -239,8 +241,8 @@ def variants_of(scheduler: Scheduler, request: Request) -> list[Request]:
 
 
 def _num_tokens(scheduler: Scheduler, request: Request) -> int:
-    """The number of a variant's prompt tokens that are not in the prefix cache after another
-    variant of the same request has been computed."""
+    """The number of prompt tokens that a variant must compute after another variant of the same
+    request was computed. The KV blocks before the first edit are then in the prefix cache."""
     known, size = entered(request), scheduler.block_size
     if known is None or known.first_edited is None or not scheduler.kv_cache_manager.enable_caching:
         return request.num_prompt_tokens
@@ -252,8 +254,8 @@ def most_tokens(scheduler: Scheduler) -> int | None:
 
     The result is None if there are no variants, if async scheduling is off, or if the number of
     other requests is more than an eighth of the number of variants. Otherwise the bound has room
-    for any one request, and for one token and the draft tokens of each request that is no variant.
-    Therefore the bound keeps no request from being scheduled.
+    for any one request, and also for one token and the draft tokens of each request that is no
+    variant. Therefore each request can be scheduled in spite of the bound.
     """
     running = _running.of(scheduler)
     if running is None or not running.groups:
@@ -295,7 +297,7 @@ def _ids(running: _Running, name: str) -> Iterable[str]:
 
 def aborted(scheduler: Scheduler, ended: list[Request]) -> list[Request]:
     """The aborted requests. In place of variants, the result has the request that stands for these
-    variants, because front-ends do not have the ids of variants."""
+    variants, because front-ends do not know the ids of variants."""
     running = _running.of(scheduler)
     if running is None or not running.groups:
         return ended

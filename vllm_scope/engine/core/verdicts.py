@@ -7,8 +7,7 @@ From:  worker.watch (verdicts, new scales).   To: the caller (the request's fini
        stop_reason), scheduler (the news of the next step).
 
 The step that computes a token's row also samples the next token. If the score of the row stops the
-request, the sampled token stays in the answer as the last token, because the row's position counts
-as processed.
+request, the answer still contains the sampled token, as its last token.
 
 New scales act from the first position that no step has begun to compute. Without async scheduling,
 this first position is one after the scored row. With async scheduling, the new scales act one
@@ -42,8 +41,12 @@ _NAME, _LOST = "scope_verdicts", "scope_lost_scores"
 
 @dataclass
 class Due:
-    """The part of the next step's news that follows from verdicts. The attributes have the meaning
-    of the attributes of StepNews with the same names."""
+    """The part of the next step's news that follows from verdicts.
+
+    Attributes:
+        begun: the names of the first stages that now have a verdict, by request.
+        scales: the new scales that a request's policy has set, by request.
+    """
 
     begun: dict[str, tuple[str, ...]] = field(default_factory=dict)
     scales: dict[str, Changes] = field(default_factory=dict)
@@ -74,8 +77,8 @@ def stop_judged(
     scheduler_output: object,
     model_runner_output: object,
 ) -> dict[int, Outputs]:
-    """Let vLLM take the tokens of a step. Afterwards end the requests that a verdict stops, and the
-    requests whose new scales are too late."""
+    """Let vLLM process the tokens of a step. Afterwards end the requests that a verdict stops, and
+    the requests whose new scales are too late."""
     outputs = original(self, scheduler_output, model_runner_output)
     lose(self, carried(model_runner_output, _LOST).get("keys", ()))
     judged: Mapping[str, Judged] = carried(model_runner_output, _NAME)
@@ -91,8 +94,8 @@ def stop_judged(
         mine.outputs.append(refused(request.request_id, ScopeError(_TOO_LATE)))
     for request in self.finish_requests(set(verdicts), RequestStatus.FINISHED_STOPPED):
         mine = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
-        # The request ends with a separate output without tokens. If an output with tokens ended the
-        # request in this way, vLLM would remove the last token from the text.
+        # The request ends with a separate output without tokens. If an output with tokens had this
+        # finish_reason, vLLM would remove the last token from the text.
         end = EngineCoreOutput(
             request.request_id, [], finish_reason=FinishReason.STOP,
             stop_reason=verdicts[request.request_id],
@@ -129,8 +132,8 @@ def has_due(scheduler: Scheduler) -> bool:
 
 
 def take_due(scheduler: Scheduler) -> Due:
-    """The first stages with a verdict and the new scales that were stored since the last call, only
-    of requests that still run."""
+    """The first stages with a verdict, and the new scales, that were stored since the last call.
+    Requests that have ended are left out."""
     due, running = _due.pop(scheduler), scheduler.requests
     if due is None:
         return Due()

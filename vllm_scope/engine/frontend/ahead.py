@@ -79,8 +79,8 @@ def held_by(processor: object) -> frozenset[bytes]:
 
 
 def doubt(processor: object) -> None:
-    """Record that EngineCore refused a request because EngineCore does not have all vectors. From
-    then on, tickets contain the vectors, until a call has sent the vectors ahead again."""
+    """Record that EngineCore refused a request because EngineCore did not have all of its vectors.
+    Tickets then contain the vectors, until a call has sent the vectors ahead again."""
     known = _aheads.of(processor)
     if known is not None:
         known.digests = frozenset()
@@ -89,8 +89,8 @@ def doubt(processor: object) -> None:
 
 
 def _begin(engine: Engine, monitors: tuple[Monitor, ...]) -> tuple[_Ahead, bytes] | None:
-    """Begin a call. Returns the _Ahead that `_end` fills and the data to send, or None if nothing
-    must be sent now. From then on, tickets leave out only vectors that the call sends."""
+    """Begin a call. Returns the _Ahead that `_end` fills, and the data to send; None if nothing
+    must be sent now. After this function, tickets leave out only vectors that this call sends."""
     processor = engine.output_processor
     known = _aheads.of(processor)
     if known is None:

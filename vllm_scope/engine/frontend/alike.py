@@ -40,8 +40,8 @@ class Alike:
     @staticmethod
     def of_engine(engine: Engine) -> Alike | None:
         """An Alike for the requests of an engine. None if the engine is not connected or has no
-        taps, or if a translator adds actions (such as monitors) to every request. Actions that a
-        translator adds later do not apply to the requests that the Alike prepares."""
+        taps, or if a translator adds actions (such as monitors) to every request. If a translator
+        begins to add actions later, the requests that the Alike prepares do not get them."""
         connection = connections.of(engine.output_processor)
         if connection is None or connection.reason is not None:
             return None
@@ -74,7 +74,7 @@ class Alike:
         """A request that differs from `checked` only in the place and the numbers of its edits.
 
         Args:
-            each: the edits of the request, or of each variant for which the request stands.
+            each: the edits of the request, or the edits of each of its variants.
         """
         specs = []
         for edits in each:

@@ -65,8 +65,8 @@ def check_sinks(asked: Resolved, sinks: Mapping[str, Collection[str]]) -> None:
 
 
 def actions_of(asked: Resolved, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the path of the caller's field, and the action, for each action in a field of a
-    Resolved."""
+    """Yields a pair for each action in one field of a Resolved: the path of the field that the
+    caller sent, and the action."""
     for i, action in enumerate(getattr(asked, name)):
         lens = getattr(action, "lens", None)
         # A Resolved has one action for each layer of an edit or lens. All these actions have the

@@ -4,10 +4,10 @@ Owns:  Connection, and the code that makes a connection by sending every worker 
 Runs:  in the front-end, when the first request with a spec arrives, and for each such request.
 To:    prepared, requests.
 
-Promise: a request that passes the check can run on this engine, perhaps after a wait for room. All
-other requests are refused before they enter. Only EngineCore checks the server-wide edits, the room
-for sums, and whether the names of steering modules have changed. For these reasons, EngineCore can
-still refuse a request.
+Promise: a request that does not pass the check is refused before it enters. A request that passes
+the check can run on this engine, perhaps after a wait for room. However, only EngineCore checks the
+server-wide edits, the room for sums, and whether the names of steering modules have changed. For
+these three reasons, EngineCore can still refuse a request that passed.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Connection:
     """The sites, limits, sinks and lenses of an engine, from the answers of its workers.
 
     Attributes:
+        reason: why the model has no taps; None if it has taps.
         sinks: maps the name of each sink other than `memory` to the kinds of actions whose results
             the sink takes (checks.check_sinks).
         modules: maps the name of each steering module to placeholders for the module's vectors, for
@@ -74,10 +75,9 @@ class Connection:
         saes: the SAEs that the configuration names, by name.
         encodes: True if the workers hold the encoders of `saes`.
         policies: the policies that the configuration names, by name.
-        lens_rows: the value of ScopeConfig.lens_rows.
+        lens_rows: the largest number of rows to which the lenses of one request are applied.
         no_lens: maps a boundary to the reason why the model's lens cannot be applied there.
-        lenses: maps the name of each lens to the lens's places, in the form that LensTopK.of_engine
-            takes.
+        lenses: maps the name of each configured lens to the places at which it can be applied.
         num_doubts: the number of times that the names of steering modules have possibly changed.
         num_asked: the value of `num_doubts` when the engine was last asked for `modules`.
     """
@@ -102,8 +102,8 @@ class Connection:
 
     def __post_init__(self) -> None:
         self._meanings = Meanings(self.sites)
-        #: The names of the steering modules of the last request whose modules were all known. Many
-        #: requests have the same collection object.
+        #: The names of the steering modules of the last request whose modules were all known.
+        #: `lacks` compares this collection by identity, because many requests share one collection.
         self._known: Collection[str] | None = None
 
     @staticmethod
@@ -203,7 +203,7 @@ class Connection:
         check_lenses(asked, ids, max_tokens, self.lens_rows)
 
     def _check_actions(self, asked: Resolved, ids: Ids, max_tokens: int, alike: bool) -> None:
-        """The same check as `check`, but without the number of rows to which lenses are applied.
+        """Make all checks of `check`, except the check of the number of rows for lenses.
 
         Args:
             alike: True if the needed room is the same for every prompt.
@@ -212,7 +212,8 @@ class Connection:
         most_changes = 0
         if asked.policy is not None:
             most_changes = checked(asked.policy, self.policies).most_changes
-        # One check is enough if no request with the same outline needs more room.
+        # If no request with the same outline needs more room than this one, one check is enough for
+        # all of them.
         known = asked.shared.get("_has_room"), asked.__dict__.get("_has_room")
         if not alike or all(limits is not self.limits for limits in known):
             most = most_changes if asked.scaled else 0
@@ -371,9 +372,9 @@ async def ask_replicas(engine: Engine, name: str, *args: object) -> list[list[An
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """In the `with` block, an error with which EngineCore refuses a remote call (engine.core.entry)
-    is a SpecError with the same text. vLLM returns such an error as text, if EngineCore runs in
-    another process."""
+    """If EngineCore refuses a remote call in the `with` block (engine.core.entry), raise a
+    SpecError with the text of the refusal. If EngineCore runs in another process, vLLM returns only
+    the text of EngineCore's error."""
     try:
         yield
     except Exception as error:

@@ -36,7 +36,7 @@ from vllm_scope.results.inbox import inbox
 
 #: The type of AsyncLLM.generate's result.
 Outputs = AsyncGenerator[RequestOutput, None]
-#: The time in seconds for which a synchronous step waits for rows between two checks.
+#: The longest time in seconds for which one LLMEngine.step waits for rows.
 POLL_S = 0.05
 #: After this time in seconds without rows, a worker has possibly disconnected.
 LONG_S = 5.0
@@ -126,9 +126,10 @@ async def _settled(engine: AsyncLLM, stream: Outputs) -> Outputs:
 def _taken_refusal(engine: AsyncLLM, completion: object) -> ScopeError | None:
     """The error with which EngineCore refused or ended the request of a completion, or None.
 
-    The package then holds the error no more, because the caller raises it. The error's traceback
-    holds the frames of the caller, and these frames hold the completions of the request. If the
-    package still held the error, the completions and the request's rows would stay in memory.
+    If there is an error, the package no longer holds it after this call. The caller raises the
+    error. Its traceback then holds the caller's frames, and these frames hold the request's
+    completions. If the package still held the error, the completions and the request's rows would
+    stay in memory.
     """
     refused, running = refusal_of(completion), running_of(completion)
     if refused is None:
@@ -146,9 +147,9 @@ def _taken_refusal(engine: AsyncLLM, completion: object) -> ScopeError | None:
 
 
 async def _arrival(pending: Pending, timeout: float) -> None:
-    """Wait for a request's last row, at most `timeout` seconds. If the row is still missing when
-    the wait ends, and the wait took LONG_S or `timeout` seconds (the smaller number) or more, the
-    front-end connects to the workers again before its next request with a spec."""
+    """Wait for a request's last row, at most `timeout` seconds. A wait is long if it takes at least
+    LONG_S or `timeout` seconds, whichever is less. If the row is still missing after a long wait,
+    the front-end connects to the workers again before its next request with a spec."""
     limit = time.monotonic() + min(timeout, LONG_S)
     try:
         await asyncio.wait([asyncio.wrap_future(pending.done)], timeout=timeout)

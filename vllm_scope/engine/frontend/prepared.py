@@ -26,9 +26,9 @@ from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.spec import Spec
 from vllm_scope.results.budget import bytes_of_prompt
 
-#: The largest size of a small request. To prepare a request of this size takes about 1 ms. The size
-#: is the number of characters of the spec plus the number of tokens of the prompt. With AsyncLLM,
-#: another thread prepares a larger request.
+#: The largest size of a small request, which takes about 1 ms to prepare. The size is the number of
+#: characters of the spec plus the number of tokens of the prompt. With AsyncLLM, another thread
+#: prepares a larger request.
 SMALL = 4096
 _NUMBERS = {int, float, bool, type(None)}
 Result = TypeVar("Result")
@@ -40,7 +40,8 @@ class Prepared(msgspec.Struct, frozen=True):
     Attributes:
         asked: the whole spec, resolved for this engine.
         own: the part of `asked` whose results go to the sink `memory`.
-        first_position: the value of Ticket.first_position.
+        first_position: a lower bound of the positions whose rows are needed; None if no row is
+            needed.
         num_bytes: the number of bytes that the request delivers to this process for its prompt.
         variants: the specs of the request's variants; empty if the request has no variants. If
             there are variants, `spec` is the spec of the first variant. Variants deliver no rows or
@@ -106,8 +107,8 @@ def _monitors_in(spec: Spec) -> str:
 
 
 def is_small(values: object) -> bool:
-    """True if `values` has at most SMALL characters and items. For such small values, the use of
-    another thread takes more time than it saves.
+    """True if `values` has at most SMALL characters and items. For such small values, another
+    thread would cost more time than it saves.
 
     Args:
         values: a text, or lists and mappings of texts and numbers.
@@ -128,8 +129,8 @@ def is_small(values: object) -> bool:
 
 
 #: Finds the fields by which a spec names features of an SAE. A few characters in these fields stand
-#: for large vectors. The pattern also finds escape sequences, because JSON text can write a field's
-#: name with these.
+#: for large vectors. The pattern also finds escape sequences such as \u0069, because JSON text can
+#: contain a field's name in this form.
 _ROWS = re.compile(r'"ind(?:ex|ices)"|\\u')
 
 

@@ -203,7 +203,7 @@ async def _prepare_ahead(
 ) -> Prepared | None:
     """Prepare a large request with several completions on another thread. Otherwise return None.
 
-    vLLM adds all completions of a request without an await. If the check ran at that time, the
+    vLLM adds all completions of a request without an await in between. If the check ran there, the
     event loop could not serve other requests during the check.
     vllm 0.31 to 0.33, v1/engine/async_llm.py, AsyncLLM.add_request
 
@@ -266,9 +266,9 @@ def _add_to_processor(
 
 
 def _applying(engine: Engine, params: SamplingParams) -> translators.Applying:
-    """The translators that apply to a request. If the request is prepared ahead, no translator
-    applies. Sweeps and harvests prepare requests ahead only if, at their beginning, no translator
-    added actions to every request, as monitors do."""
+    """The translators that apply to a request; none if the request is prepared ahead. Sweeps and
+    harvests prepare requests ahead. They do so only if no translator, such as the monitors', added
+    actions to every request when the sweep or harvest began."""
     return () if _ahead.get() is not None else translators.applying(params, engine.vllm_config)
 
 
@@ -279,8 +279,8 @@ def _translated(
     kwargs: dict[str, object],
 ) -> tuple[Any, tuple[object, ...], dict[str, object]]:
     """Returns the SamplingParams, args and kwargs of a call. In the SamplingParams, a spec replaces
-    the keys of other systems. If the prompt is an EngineCoreRequest, a copy has these
-    SamplingParams."""
+    the keys of other systems. If the prompt is an EngineCoreRequest, the returned prompt is a copy
+    that has these SamplingParams."""
     prompt = params_of(args, kwargs, 1, "prompt")
     given = used_by_vllm(params_of(args, kwargs, 2), prompt)
     with Refusing():
@@ -322,9 +322,9 @@ def _add_sync(original: Callable[..., T], self: LLMEngine, *args: object, **kwar
         return original(self, *args, **kwargs)
     except ScopeError:
         # An EngineCore in this process can refuse a request that the output processor already has.
-        # Only this request is aborted, because other requests can have the same caller's id. If the
-        # request has several completions, it is aborted by the id of their parent. If the
-        # completions were aborted by their own ids, vLLM would keep the parent.
+        # The request is aborted by vLLM's internal id, because the caller can have given the same
+        # id to other requests. If the request has several completions, it is aborted by the id of
+        # their parent. Otherwise vLLM would keep the parent.
         # vllm 0.32, v1/engine/output_processor.py, OutputProcessor.abort_requests
         for name in islice(states, num_before, num_before + 1):
             self.abort_request(
@@ -351,8 +351,8 @@ def _add_async(
         )
         prompt = params_of(positional, named, 1, "prompt")
         if asks(params) and isinstance(prompt, AsyncGenerator):
-            # A piece with its own parameters does not get `params`, and would enter without the
-            # spec.
+            # A piece of streamed input can have its own parameters. Such a piece does not get
+            # `params`, and would enter without the spec.
             # vllm 0.32, v1/engine/async_llm.py, AsyncLLM._add_streaming_input_request
             with Refusing():
                 raise streamed(Spec.from_json(params.extra_args["scope"]))
@@ -396,8 +396,8 @@ async def _add_one_async(
             await original(self, request, prompt, parent_req, *args, **kwargs)
         except asyncio.CancelledError:
             # If the caller is cancelled while vLLM adds the request, vLLM itself does not abort the
-            # request. Only this request is aborted, because other requests can have the same
-            # caller's id.
+            # request. The request is aborted by vLLM's internal id, because the caller can have
+            # given the same id to other requests.
             # vllm 0.30 to 0.33, v1/engine/async_llm.py, AsyncLLM.generate: `q` is None then
             await self.abort([(parent_req or request).request_id], internal=True)
             raise
@@ -421,7 +421,7 @@ def _add_several(
         for number, prompt in enumerate(prompts):  # noqa: B007
             yield prompt
 
-    # `asks` would raise an error here, which names no prompt.
+    # This code does not call `asks`, because an error of `asks` would not name the prompt.
     tapped = any(getattr(one, "extra_args", None) for one in params)
     with seldom if tapped else nullcontext():
         try:
@@ -434,8 +434,8 @@ def _add_several(
 
 @cache
 def wrap_llm() -> None:
-    """Wrap the function in which LLM.generate adds requests. Only a process that has already
-    imported the module of this function calls `wrap_llm`, because the import takes time."""
+    """Wrap the method by which LLM.generate adds requests. Call this function only after the
+    method's module was imported, because the import takes time."""
     wrapping.wrap("OfflineInferenceMixin._render_and_add_requests", _add_several)
 
 

@@ -49,9 +49,9 @@ class Running:
             detokenizer.decode_next = self._following(decode)
 
     def _following(self, decode: Callable[..., str]) -> Callable[..., str]:
-        # The detokenizer will hold the new function. If this function held the detokenizer or this
-        # object, there would be a cycle, and the request's rows would stay in memory until a
-        # garbage collection.
+        # The detokenizer will hold `decode_next`. If `decode_next` held the detokenizer or this
+        # Running, there would be a cycle, and the request's rows would stay in memory until a
+        # garbage collection. Therefore `decode_next` holds only a weak reference and `texts`.
         texts = self.texts
         found: Callable[[], Callable[..., str] | None]
         found = WeakMethod(decode) if ismethod(decode) else lambda: decode
@@ -107,7 +107,7 @@ class Live:
 
     Attributes:
         running: the completion's request; None if EngineCore refused a request without a spec.
-        num_seen: the value of `Pending.num_came` at the last snapshot; -1 before the first.
+        num_seen: the counter `Pending.num_came` at the last snapshot; -1 before the first snapshot.
         refusal: the error with which EngineCore refused the request, or None.
     """
 
@@ -134,6 +134,6 @@ def refusal_of(completion: object) -> ScopeError | None:
     if live is None:
         return None
     # vLLM adds the newest tokens of a stream to a completion that the caller has not read yet. The
-    # Live of that completion is older than the error.
+    # Live of that completion is older than the error, so that only the Running has the error.
     # vllm 0.32, outputs.py, RequestOutput.add
     return live.refusal or (live.running.refusal if live.running is not None else None)

@@ -31,7 +31,7 @@ from vllm_scope.sweeps.table import SweepTable
 OnCell = Callable[[Cell], object]
 Progress = bool | Literal["map"]
 
-#: Maps each task that waits for an answer to the request of this answer.
+#: Maps a task to a request. The task waits for the answer to this request.
 _Tasks = dict["asyncio.Task[RequestOutput | ScopeError]", Request]
 
 
@@ -64,7 +64,7 @@ def run(
     engine: LLMEngine, prompts: object, sweep: Sweep, on_cell: OnCell | None, progress: Progress,
     share: float,
 ) -> SweepTable:  # fmt: skip
-    """As vllm_scope.sweep."""
+    """The implementation of vllm_scope.sweep, which documents the arguments."""
     if engine.has_unfinished_requests():
         raise ScopeError(
             "this LLM has requests that run; let them end before the sweep, or use sweep_async."
@@ -96,7 +96,7 @@ async def run_async(
     engine: AsyncLLM, prompts: object, sweep: Sweep, on_cell: OnCell | None, progress: Progress,
     share: float,
 ) -> SweepTable:  # fmt: skip
-    """As vllm_scope.sweep_async."""
+    """The implementation of vllm_scope.sweep_async, which documents the arguments."""
     if needs_connection(engine):
         await connect_async(engine)
     sweeping = Sweeping(engine, prompts, sweep, share)

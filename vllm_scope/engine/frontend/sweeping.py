@@ -45,9 +45,9 @@ from vllm_scope.sweeps.source import ReadRows
 from vllm_scope.sweeps.sweep import Sweep
 from vllm_scope.sweeps.yielding import SWEPT, Yielding
 
-#: The largest number of cells in one request, and the largest number of bytes that the rows and
-#: vectors in their edits can have. Both numbers are small, because EngineCore makes the variants
-#: for all cells of a request without a pause.
+#: The largest number of cells in one request, and the largest number of bytes of the rows and
+#: vectors in the edits of these cells. Both numbers are small, because EngineCore makes the
+#: variants for all cells of a request without a pause.
 CELLS_TOGETHER: Final = 16
 BYTES_TOGETHER: Final = 1 << 20
 #: The prefix of the request ids of this process's sweeps, which no client can guess.
@@ -81,10 +81,10 @@ class Sweeping:
         share: the part of a step's sequences and tokens that cells use. If the engine has other
             requests, cells run for only `share / 5` of the time (sweeps.yielding).
         alone: True if the engine has no other requests. In this case, the sweep does not look for
-            other requests, and sends the cells of two steps. The engine can then compute a step
-            while this process takes the answers of the last step.
+            other requests, and keeps the cells of two steps in the engine. The engine can then
+            compute a step while this process takes the answers of the last step.
         tokenizer: None for the engine's tokenizer, which only the event loop's thread can use.
-        most_cells: the argument `most_cells` of Plan.
+        most_cells: the largest number of cells that the sweep can have; None for any number.
     """
 
     def __init__(
@@ -133,15 +133,15 @@ class Sweeping:
         self._yielding.share = share
 
     def _others(self) -> bool:
-        """True if this process has requests in the engine that belong to no sweep. The requests of
-        other front-ends are not counted, because the answers to cells report them
-        (Yielding.elsewhere)."""
+        """True if this process has requests in the engine that belong to no sweep. The answers to
+        cells say whether other front-ends have such requests (Yielding.elsewhere)."""
         names = () if self._alone else self._processor.request_states
         return not all(name.startswith(PREFIX) for name in names)
 
     @property
     def pause(self) -> float:
-        """The time in seconds for which `due` yields no requests while the engine has no cells."""
+        """The time in seconds after which `due` can yield requests again, if the engine has no
+        cells of this sweep."""
         return self._yielding.pause
 
     @property
@@ -156,7 +156,7 @@ class Sweeping:
         return max(map(len, each)) if all(each) else self._num_tokens
 
     def due(self, num_running: int, tell: Callable[[Cell | None], object]) -> Iterator[Request]:
-        """The requests to send now, if the engine has `num_running` jobs of the sweep.
+        """Yields the requests to send now. The engine already has `num_running` jobs of the sweep.
 
         Args:
             tell: called with each cell whose edit cannot be applied.
@@ -181,8 +181,8 @@ class Sweeping:
             yield request
 
     def _sendable(self, tell: Callable[[Cell | None], object]) -> Job | None:
-        """The next job that can be sent now, or None. Jobs with an error before this job are taken
-        without being sent, and `tell` gets their cells."""
+        """The next job that can be sent now, or None. If jobs before this job have an error, they
+        are taken but not sent, and `tell` gets their cells."""
         while (job := self._jobs.peek()) is not None and job.error is not None:
             tell(self.plan.take(self._jobs.next(), None, None, job.error))
         return job
@@ -219,14 +219,14 @@ class Sweeping:
             return Request(jobs, prompt, asking(params, scope(*job.actions)["scope"]), None)
         prepared = cells_of(self._alike, jobs, params)
         if self._yielding.elsewhere:
-            # One cell is sent as the only variant of its request. Only the answer to a request with
-            # variants says whether there are still other requests.
+            # A single cell is sent as the only variant of its request, because only the answer to a
+            # request with variants says whether EngineCore still has requests outside of sweeps.
             prepared = replace(prepared, variants=prepared.variants or (prepared.spec,))
         return Request(jobs, prompt, asking(params), prepared)
 
     def take(self, request: Request, output: RequestOutput | ScopeError) -> Iterator[Cell | None]:
-        """Take the answer to a request. Yields the result of Plan.take for each job of the
-        request."""
+        """Take the answer to a request. For each job of the request, yields the job's cell, or None
+        if the answer completes no cell (Plan.take)."""
         job = request.jobs[0]
         if isinstance(output, CapacityError) and job.place is None:
             with naming(job.name):

@@ -47,7 +47,7 @@ class Translation(Struct, frozen=True):
     """The meaning of some keys of a request.
 
     Attributes:
-        actions: the actions with the same meaning; empty if the keys request nothing.
+        actions: the actions with the same meaning as the keys; empty if the keys request nothing.
         decorate: sets the attributes of outputs that users of the keys expect.
         functions: Python functions that run between layers; only allowed together with actions.
             `decorate` must hold a reference to `functions`.
@@ -87,8 +87,9 @@ class Decorators(Struct, frozen=True):
 #: A function that gets the values of the translator's keys in a request, by key, and the engine's
 #: sites. The function raises SpecError if the keys request something that is not possible.
 Translator = Callable[[Mapping[str, object], Sites], Translation]
-#: A function that gets an engine's VllmConfig and returns the values to add to every request. If
-#: the function returns None, only requests with the keys are translated.
+#: A function that gets an engine's VllmConfig. If the function returns values, the translator is
+#: called for every request, with these values in addition to the request's own. If the function
+#: returns None, the translator is called only for requests with its keys.
 Everywhere = Callable[[VllmConfig], Mapping[str, object] | None]
 
 
@@ -97,8 +98,7 @@ class Uncounted:
     """A value of `extra_args` whose content only its translator reads.
 
     vLLM visits all dicts and lists in `extra_args`, which takes 0.6 s for 600,000 numbers. vLLM
-    does not visit the content of an Uncounted. A translator counts the items of a value before it
-    reads the items.
+    does not visit the content of an Uncounted. Instead, the translator limits the number of items.
     """
 
     value: object = field(repr=False)
@@ -202,9 +202,10 @@ def translated(params: Params, applied: Applying, sites: Sites, saes: Mapping[st
     return params
 
 
-#: Maps a request's spec and the ids of the added actions to the added actions, the joined spec and
-#: its paths. This table saves time, because monitors add the same actions to every request. An
-#: entry keeps its actions alive, because a new object could get the id of a freed action.
+#: Maps a request's spec and the added actions, by their `id()`, to the added actions, the joined
+#: spec and its paths. This table saves time, because monitors add the same actions to every
+#: request. An entry keeps its actions alive. Otherwise a new object could get the `id()` of a freed
+#: action.
 _known: Remembered[tuple[object, ...], tuple[list[Action], str, dict[str, str]]]
 _known = Remembered(16 << 20)
 #: The largest length of a request's own spec in the keys of `_known`.

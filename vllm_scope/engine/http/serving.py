@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PATHS = ("/v1/completions", "/v1/chat/completions")
-#: The largest number of tokens by which the data in a stream can be behind the text.
+#: In a stream, the rows and scores can be behind the text by at most this number of tokens.
 MOST_BEHIND = 2
 _LATE_POLL_S, _LATE_POLL_MOST_S = 0.002, 0.02
 
@@ -82,8 +82,10 @@ def _asks_us(request: Any) -> bool:
 
 
 def _monitored(request: Any, raw_request: Request) -> bool:
-    """True if an operator's monitors can have verdicts for the answer, or if the request is a beam
-    search (on any path), which monitors cannot stop."""
+    """True if monitors are set, and the path is one of PATHS or the request is a beam search.
+
+    On one of PATHS, the answer can contain verdicts. Monitors cannot stop a beam search, on any
+    path."""
     if current.get() not in PATHS and not request.use_beam_search:
         return False
     return bool(monitors_of(raw_request.app.state.engine_client.vllm_config))
@@ -143,8 +145,8 @@ async def _create_with_scope(
 
 def _check_place(request: Any, raw_request: Request) -> None:
     if request.use_beam_search:
-        # vLLM makes a request for each token of each beam. For monitors, these requests have no
-        # generated tokens, and have ended before a verdict can stop them.
+        # vLLM makes a request for each token of each beam. In such a request, monitors see no
+        # generated tokens, and the request has ended before a verdict can stop it.
         found = monitors_of(raw_request.app.state.engine_client.vllm_config)
         called = f"monitor{'s' if found[1:] else ''} {', '.join(repr(one.name) for one in found)}"
         why = f", and this engine taps every request for its {called}" if found else ""
@@ -159,8 +161,8 @@ def _no_place(path: str) -> str:
 
 
 async def _stream(answer: Answer, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """The chunks of the answer, with their scopes. Waits until the engine has accepted the whole
-    request.
+    """The chunks of the answer, with their scopes. Before the first chunk, waits until the engine
+    has accepted the whole request.
 
     Without this wait, vLLM would answer a refused request with status 200, and then send the error.
     """
@@ -295,9 +297,9 @@ def _admitted(
     if isinstance(answer, Answer):
         known = runs.of(self.request_states[request.request_id])
         forget = None if known is None else partial(inbox().forget, known.pending)
-        # Until the first token arrives, EngineCore can still refuse a request with a spec: the
-        # tables of vectors or the sums of Moments can be full. A request that only reads needs
-        # more room in the tables if there are server-wide edits.
+        # Until the first token arrives, EngineCore can still refuse a request with a spec, because
+        # the tables of vectors or the sums of Moments can be full. This is also true for a request
+        # that only reads, because server-wide edits need room in the tables.
         answer.open_one(forget, sure=known is None)
 
 

@@ -69,8 +69,8 @@ class Room:
                 run.take_part(1 / len(self._of) / len(runs))
 
 
-#: Two tables that map vLLM's OutputProcessor: `_rooms` to the sweeps of the same engine in this
-#: process, and `_tokenizers` to a tokenizer that another thread can use.
+#: The keys of both tables are vLLM's OutputProcessors. `_rooms` has the sweeps of the same engine
+#: in this process. `_tokenizers` has a tokenizer that another thread can use.
 _rooms: Beside[Room] = Beside()
 _tokenizers: Beside[Any] = Beside()
 
@@ -104,7 +104,7 @@ class SweepRun:
             self._sweeping.take_share(part * self._share)
 
     async def run(self, tell: Callable[[Cell], object]) -> None:
-        """As server.access.RunningSweep."""
+        """Run the sweep to its end (RunningSweep.run). Calls `tell` with each cell."""
         assert self._sweeping is not None
         current.set(None)  # the wrappers in `serving` must not treat cells as HTTP requests
         try:

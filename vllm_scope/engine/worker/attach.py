@@ -129,7 +129,7 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
         if news is not None and news.accepted:
             scope.accept(news.accepted)
         # Ended requests are removed before new requests are added, because the scheduler has
-        # already given the places of the ended requests in the tables to new requests.
+        # already given the table entries of ended requests to new requests.
         if scheduler_output.finished_req_ids:
             if news is not None and news.filled_at_end:
                 # The scores are stored before `finish_requests` drops the request that has the

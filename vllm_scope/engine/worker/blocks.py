@@ -57,8 +57,8 @@ def _block_in(layer: nn.Module, place: Place) -> nn.Module:
 
 
 def _attentions(module: nn.Module) -> Iterator[nn.Module]:
-    """The children of a module that are attention. If a child also has the norm before the
-    attention (DBRX), the attention is inside this child."""
+    """The children of a module that are attention. If a child also contains the norm before the
+    attention (DBRX), the result has the attention inside this child instead."""
     for child in module.children():
         if _is_attention(child):
             yield from _attentions(child) if _normalizes_input(child) else (child,)

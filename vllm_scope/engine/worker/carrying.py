@@ -13,7 +13,8 @@ from typing import Any
 
 
 def is_output(output: object) -> bool:
-    """True for a step's output, even if it is asynchronous. False for a result before sampling."""
+    """True for a step's output, even if it is asynchronous. False for the result of a forward whose
+    next tokens are not sampled yet."""
     return hasattr(output, "get_output") or hasattr(output, "sampled_token_ids")
 
 
@@ -24,7 +25,7 @@ def carrying(output: Any, name: str, find: Callable[[], dict[str, Any]]) -> Any:
     Args:
         output: the result of `execute_model` or `sample_tokens`.
         find: called by `get_output` if the output is asynchronous, otherwise immediately. Not
-            called for a result before sampling.
+            called for the result of a forward whose next tokens are not sampled yet.
     """
     if hasattr(output, "get_output"):
         make = output.get_output

@@ -92,9 +92,10 @@ class WorkerDelivery:
         Args:
             here: boundaries with a tap on this worker.
             stage: the number of this pipeline stage, and the number of stages.
-            drafts: the argument `drafts` of Watch and Drain.
-            lag: the argument `lag` of Policies.
-            saes: the argument `saes` of Drain. The worker later adds lenses to this mapping.
+            drafts: True if a computed token can be rejected (speculative decoding).
+            lag: the number of steps by which the scheduler is ahead when a policy gets a step's
+                scores: 1 with async scheduling, otherwise 0.
+            saes: the held SAEs, by name. The worker later adds lenses to this mapping.
 
         Raises:
             ScopeError: a sink or a policy cannot be created. In this case, the engine does not

@@ -7,10 +7,10 @@ From:  tap.tables (the faults by owner number), plan (the owner numbers).   To: 
        request's KV).
 
 If an edit's result is not finite in the model's dtype, a tap of the last pipeline stage leaves the
-row unchanged and reports a fault. A tap of an earlier stage writes such a row. The last tap checks
-the row of every token of an edited request, and also finds these rows. The worker sends the faults
-with the step's output. EngineCore ends the faulty requests before it takes the tokens of the step.
-All other requests continue.
+row unchanged and reports a fault. A tap of an earlier stage reports nothing, and writes the result
+into the row. The last tap of the model then reports the fault, because it checks the row of every
+token of an edited request. The worker sends the faults with the step's output. EngineCore ends the
+faulty requests before vLLM processes the tokens of the step. All other requests continue.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Faults:
 
     def fail(self, req_id: str, reason: str) -> None:
         """With the next output, end a request whose edits, probes or policy cannot be applied. If
-        the edits were left out, other requests could use the unedited KV as edited KV."""
+        the request continued without its edits, other requests could use its unedited KV as edited
+        KV."""
         self._failed[req_id] = reason
 
     def __bool__(self) -> bool:
@@ -110,7 +111,7 @@ def end_faulty(
     scheduler_output: object,
     model_runner_output: object,
 ) -> dict[int, Outputs]:
-    """End requests with a fault before vLLM takes their tokens."""
+    """End requests with a fault before vLLM processes their tokens."""
     faults = carried(model_runner_output, "scope_faults")
     if not faults:
         return original(self, scheduler_output, model_runner_output)

@@ -83,7 +83,7 @@ def load_taps(
         drains: True if this rank delivers rows. The other ranks make the same edits, but deliver
             no rows.
         reports: True if this rank reports faulty rows.
-        optimistic: the value of Limits.optimistic.
+        optimistic: True if the host's positions can count draft tokens that are rejected later.
 
     Raises:
         CompatError: a layer cannot be tapped.

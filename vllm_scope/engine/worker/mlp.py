@@ -87,8 +87,8 @@ def _projection_in(layer: nn.Module, number: int, size: int | None, num_ranks: i
 
 
 def _projections(layer: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Yields the module that is called, and vLLM's linear layer, of each row-parallel layer outside
-    the attention."""
+    """Yields a pair for each row-parallel linear layer outside the attention: the module that the
+    model calls, and vLLM's linear layer. With LoRA, these are two modules."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.linear import RowParallelLinear
 
@@ -98,7 +98,7 @@ def _projections(layer: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
             continue  # attention, or a state-space block in place of attention
         for name, module in modules.items():
             if isinstance(module, RowParallelLinear):
-                # LoRA wraps the linear layer, and calls only parts of the linear layer.
+                # The model calls LoRA's wrapper, which does not call the linear layer as a whole.
                 wrapped = name.rpartition(".")[2] == "base_layer"
                 outer = modules[name.rpartition(".")[0]] if wrapped else module
                 yield outer, module

@@ -4,9 +4,8 @@ Owns:  OwnLens.
 Runs:  in every worker, on the main thread, when the worker starts and after a change of weights.
 From:  worker.   To: unembedding (the model's parts), vocabulary (several ranks), holding.
 
-Promise: all ranks of a tensor-parallel group communicate in the same order. An error of the first
-rank does not change this order. If a model's lens cannot be applied, the model is served without a
-lens.
+Promise: all ranks of a tensor-parallel group exchange their messages in the same order, even if the
+first rank has an error. If a model's lens cannot be applied, the model is served without a lens.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 
 class OwnLens:
-    """A model's lens on one worker. Call `load`, then `begin`, and `renew` after a change of
-    weights.
+    """A model's lens on one worker. Call `load`, then `begin`. After each change of weights, call
+    `renew`.
 
     Args:
         final_norm: `Anatomy.norm_here`.
@@ -59,7 +58,8 @@ class OwnLens:
         self.reason: str | None = "the model is not loaded"
         self.maps: Mapping[LensKey, DeviceMap] = {}
         #: `_head`: this rank's part of the unembedding. `_parts`: the parts of all ranks (empty
-        #: except on the first rank). Both are None with only one rank, or if `_refused` is set.
+        #: except on the first rank). Both are None if there is only one rank, or if `_refused` is
+        #: set.
         self._head: nn.Module | None = None
         self._parts: Sequence[nn.Module] | None = None
         self._refused: str | None = None
@@ -118,7 +118,7 @@ class OwnLens:
         Args:
             rows: a function that runs a forward, and returns the row after the last layer and the
                 row that the model returned, as loading.last_rows does.
-            warm: the method Drain.warm.
+            warm: a function that calls its argument on the drain's stream (Drain.warm).
         """
         try:
             self._check()

@@ -6,9 +6,10 @@ Runs:  in every worker, at the model's load, before vLLM compiles the model. Hoo
        additional dummy forward of two rows, without compilation.
 From:  graph.anatomy (Watch, find_faults), runners (the forward).   To: worker.
 
-If the parser does not understand the model's source, the numbers of the forward must show the
-model's convention: all equalities of the convention must hold. Later, the compiled graph must give
-the same rows as a second uncompiled forward (`Proved.rows`).
+An equality is a statement about rows that the forward must confirm, such as
+resid_post = resid_mid + mlp_out. If the parser does not understand the model's source, all
+equalities of exactly one convention must hold. Later, the compiled graph must give the same rows as
+a second uncompiled forward (`Proved.rows`).
 
 Promise: if one rank of an engine refuses the model, all ranks refuse the model.
 """
@@ -116,8 +117,8 @@ def agreed(reason: str | None, groups: Sequence[Any]) -> str | None:
 def _findings(
     runner: ModelRunner, config: VllmConfig, anatomy: Anatomy, sites: Sites
 ) -> Findings | None:
-    """The findings of a forward; None if the forward or their computation fails. In this case, only
-    the source proves the anatomy."""
+    """The findings of a forward. None if the forward or the computation of the findings fails. In
+    this case, only the source proves the anatomy."""
     try:
         watch = _watched(Watch(anatomy), runner, config)
         middles, dtype = _middles(anatomy, sites), config.model_config.dtype

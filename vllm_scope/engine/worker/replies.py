@@ -12,8 +12,8 @@ from vllm_scope.transport.senders.base import Road
 
 
 class Module(TypedDict):
-    """A steering module. `streams` has a list [site, layer] or [site, layer, tier] for each
-    vector."""
+    """A steering module. For each vector, `streams` has a list [site, layer]. If the vector applies
+    only to some tokens, the list is [site, layer, tier] (vectors.module.TIERS)."""
 
     digest: str
     streams: list[Any]
@@ -30,7 +30,7 @@ class Described(TypedDict):
         sites: the fields of request.sites.Sites, from which Sites.from_body makes the object.
         taps_here: boundaries with a tap on this worker.
         limits: the fields of worker.sizes.Limits, by name.
-        sinks: the kinds of actions that can name each sink, by the name of the sink.
+        sinks: maps the name of each sink to the kinds of actions whose results the sink takes.
         lens: why the model's lens cannot be applied on this worker; None if it can be applied.
         lenses: maps the name of each configured lens to the boundaries of this worker for which the
             lens has a map. Empty on a worker that holds no lens.
@@ -56,7 +56,7 @@ class Connected(Described):
     """The answer to `scope_connect`.
 
     Attributes:
-        reason: the same as in Described, or why the worker cannot connect to the front-end.
+        reason: why the model cannot be tapped, or why the worker cannot connect to the front-end.
         road: the transport of the worker's rows; None without rows or without a connection.
         needs_tcp: True if the front-end must call again with a TCP address.
     """

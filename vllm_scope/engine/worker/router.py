@@ -30,7 +30,7 @@ def num_experts_of(vllm_config: VllmConfig) -> int:
     later.
 
     Raises:
-        ConfigError: the configuration names no number of experts (as that of DBRX).
+        ConfigError: the configuration, such as DBRX's, does not give the number of experts.
     """
     found = int(vllm_config.model_config.get_num_experts())
     if found < 1:

@@ -26,8 +26,8 @@ class _Scaled:
 
     Attributes:
         asked: the request's resolved spec, with the newest scales.
-        columns: the value of core.news.Entrant.columns.
-        drains: the argument `drains` of RequestProgram.compile.
+        columns: the request's columns (engine.core.entered.Entered.columns).
+        drains: True if this rank delivers the request's rows.
     """
 
     asked: Resolved

@@ -19,14 +19,14 @@ from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, boundaries_of
 from vllm_scope.program.operations import Cost
 from vllm_scope.request.sites import Sites, kind_of
 
-#: Without `arena_mib`, the size in bytes of the largest arena on a CPU, unless one tap of the
-#: largest step needs more.
+#: Without `arena_mib`, an arena on a CPU has at most this number of bytes. If one tap of the
+#: largest step needs more, the arena has room for this tap.
 HOST_ARENA_BYTES = 64 << 20
 #: Without `arena_mib`, an arena on a GPU has room for at least this number of steps of the largest
 #: captured graph.
 STEPS_IN_ARENA = 3
-#: Without `arena_mib`, the arena has room for at least this number of rows for each token of the
-#: largest step at one tap: one row at each of three points, and one row for scores.
+#: Without `arena_mib`, the arena has at least room for one tap of the largest step. There, each
+#: token can have this number of rows: one row at each of three points, and one row for scores.
 ROWS_PER_TAP = 4
 #: The size in bytes of the largest ring in host memory, unless the arena is larger.
 MAX_HOST_BYTES = 1 << 30
@@ -36,13 +36,13 @@ class Limits(msgspec.Struct, frozen=True):
     """The largest numbers and sizes that one request can have on this engine.
 
     Attributes:
-        row_bytes: the value of layout.Widths.row_bytes.
+        row_bytes: the number of bytes of a raw row, for each kind of row (layout.Widths).
         token_slots: the number of slots that one token can deliver in a captured graph; 0 if there
             are no graphs.
         tap_slots: the number of slots that one token can deliver at one tap.
         vectors, programs, ops: the number of entries of the device tables, for all requests
             together.
-        optimistic: the value of StepBatch.optimistic.
+        optimistic: True if the host's positions can count draft tokens that are rejected later.
         states: the number of entries for the states of gates, for all requests together.
     """
 
@@ -70,9 +70,9 @@ class Limits(msgspec.Struct, frozen=True):
     def check(self, layouts: Sequence[Layout]) -> None:
         """Raises CapacityError if a token cannot deliver one of these layouts.
 
-        The front-end has checked only the request's own actions. The request can deliver more rows,
-        because global sinks add reads, two points can have different rows with server-wide edits,
-        and one row can have several codecs.
+        The front-end has checked only the request's own actions. The request can deliver more rows:
+        global sinks add reads, server-wide edits can give two points different rows, and one row
+        can have several codecs.
         """
         excess = self.excess(*layouts)
         if excess is not None:
@@ -155,8 +155,8 @@ class Sizes:
 
     @property
     def _row_slots(self) -> list[int]:
-        """The number of slots of one row at each tap. The list of an engine without taps has one
-        entry, for its arena."""
+        """The number of slots of one row at each tap. An engine without taps also makes an arena.
+        Therefore its list has one entry."""
         return [self.widths.row_slots[kind_of(b)] for b in self.boundaries or (0,)]
 
     @property

@@ -82,8 +82,8 @@ class Steps:
         try:
             self._begin(batch, positions)
         except Exception as error:
-            # This package has an error: all requests with taps in this step fail, but the engine
-            # continues.
+            # Such an error is a bug of this package. All requests with taps in this step fail, but
+            # the engine continues.
             logger.exception("vllm-scope: a step could not be planned")
             self.fail()
             self._tables.clear_step()
@@ -128,7 +128,8 @@ class Steps:
         self._tables.load_step(plan.rows, plan.program_ids, plan.owners, slots, in_ring, repeat)
 
     def _repeat(self, plan: StepPlan, first: int) -> Repeat:
-        """The data with which the next steps can repeat a step whose first slot is `first`."""
+        """The data with which taps can repeat a step whose first slot is `first`. A repeated step
+        has the same rows, each one position later, and needs no upload."""
         assert self._delivery is not None
         since = np.zeros(len(plan.rows), np.int64)
         since[plan.delivers] = plan.labels.positions
@@ -190,7 +191,7 @@ class Steps:
         self._step = self._positions = None
         if self._lease is not None:
             self._lease.release()
-        # After a tap has raised, its region still belongs to this step.
+        # If a tap raised an error, the tap's region still belongs to this step.
         for region in (self._region, self._tap_region):
             if region is not None:
                 self._arena.give_back(region)

@@ -106,8 +106,8 @@ def tensors_of(head: nn.Module) -> dict[str, Tensor]:
 
 
 def part_alone(head: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of a head with the given tensors. The copy computes the logits only for the tokens of
-    these tensors, and any thread can use the copy.
+    """A copy of a head with the given tensors. The copy computes the logits of only those tokens
+    for which these tensors have a row. Any thread can use the copy.
 
     Args:
         tensors: the tensors by name, as `tensors_of` returns them.

@@ -97,8 +97,8 @@ class ScopeWorker:
         #: The ids of all requests that entered with EngineCore's news and have not ended. Requests
         #: that failed on this worker are included.
         self._entered: set[str] = set()
-        #: Maps each request whose scores are stored for its KV blocks to its key and the digest of
-        #: the probes.
+        #: For each request whose scores the workers store with its KV blocks: the request's key,
+        #: and the digest of its probes.
         self._keeping: dict[str, tuple[int, bytes]] = {}
         #: True if the running step, and all later steps until the next news, need nothing from this
         #: object.
@@ -254,8 +254,8 @@ class ScopeWorker:
             self._planner = self.steps = None
 
     def _go_without_taps(self, reason: str) -> None:
-        """Set `reason`, with which the model is served without taps. Raises ConfigError if there
-        are configured monitors, because every request would then be refused."""
+        """Set `reason`, so that the model is served without taps. Raises ConfigError if there are
+        configured monitors, because every request would then be refused."""
         self.reason = reason
         if configured(self._vllm_config):
             raise ConfigError(f"additional_config['scope'].monitors: {untapped(reason)}")
@@ -330,8 +330,9 @@ class ScopeWorker:
         """
         assert self._planner is not None
         recipient, vectors = entrant.recipient, True
-        # Server-wide edits and global sinks also apply to requests without a recipient, or with a
-        # recipient that awaits nothing. Global sinks get the request's names from such a recipient.
+        # A request can have no recipient, or a recipient that awaits nothing. Server-wide edits and
+        # global sinks apply to such a request too. If it has a recipient, the global sinks use the
+        # request's names in the recipient.
         told = recipient if recipient is not None and recipient.awaits else None
         key = NOBODY if told is None else told.key
         try:
@@ -400,7 +401,7 @@ class ScopeWorker:
         """Begin the later stages of requests.
 
         Args:
-            begun: the probes whose verdicts the stages waited for, by request.
+            begun: for each request, the names of the first stages that now have a verdict.
         """
         for req_id, firsts in begun.items():
             try:
@@ -444,7 +445,7 @@ class ScopeWorker:
         self, request: NewRequestData, recipient: Recipient | None, asked: Resolved
     ) -> WorkerDelivery | None:
         """This worker's delivery. None if there is no delivery, or if the front-end is not
-        connected. Without a front-end, a request that a probe or a policy can stop is ended."""
+        connected. In the second case, end a request that a probe or a policy can stop."""
         if self._delivery is not None and recipient is not None:
             try:
                 self._delivery.expect(recipient)
@@ -513,7 +514,8 @@ class ScopeWorker:
         enqueued.
 
         Args:
-            filled: the value of StepNews.filled.
+            filled: for each request with new full blocks, the number of the first of these blocks
+                and the hashes of all of them (StepNews.filled).
         """
         known = ((self._keeping.get(req_id), *blocks) for req_id, blocks in filled.items())
         some = [
