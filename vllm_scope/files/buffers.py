@@ -84,7 +84,8 @@ def _fresh(num_bytes: int) -> mmap.mmap:
 
 
 def _size_class(num_bytes: int) -> int:
-    """`num_bytes`, rounded up to a size of a block. Between two powers of two there are four sizes.
+    """The size of the block for `num_bytes` bytes: `num_bytes`, rounded up. There are at most four
+    sizes from one power of two to the next.
 
     Tensors of similar sizes can then use the same memory, one after the other.
     """

@@ -174,7 +174,7 @@ class CapturedRequest:
         FileError."""
         if stream not in self._piece_of:
             known = ", ".join(map(stream_name, self.keys())) or "none"
-            if not isinstance(stream, tuple):  # results accept a site alone, such as "embed"
+            if not isinstance(stream, tuple):  # a ScopeResult accepts a site alone, such as "embed"
                 raise KeyError(
                     f"{stream!r} is not a site and a layer; give both, as in ['embed', 0] (sites "
                     f"without layers have layer 0); captured are {known}"

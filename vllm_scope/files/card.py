@@ -86,8 +86,8 @@ def _one_line(text: str) -> str:
 
 
 def _marked(stream: str) -> str:
-    """The name of a stream, as code. A name of features can have any characters. If code cannot
-    have them, the name is escaped text."""
+    """The name of a stream, in Markdown. The name is marked as code if it has only letters, digits,
+    `_`, `.` and `-`. Other names, which only features can have, are escaped text."""
     return f"`{stream}`" if re.fullmatch(r"[\w.-]+", stream) else _escaped(_one_line(stream))
 
 

@@ -5,7 +5,8 @@
 
 Owns:  `export_speculators`.
 
-Source: the classes ArrowDataset of speculators and FileTransfer of hs-connectors.
+speculators is a Python package that trains draft models for speculative decoding. Source of the
+format: the class ArrowDataset of speculators, and the class FileTransfer of hs-connectors.
 """
 
 from __future__ import annotations

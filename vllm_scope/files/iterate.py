@@ -74,8 +74,8 @@ def iter_rows(
         raise FileError(f"the rows are not of one shape and dtype: {sorted(shapes)}")
     spans = _joined(stored)
     for span in spans:
-        # An index can name more rows than its file has. The runs of these rows could fill the
-        # memory. A short span has few runs, and is checked when its rows are read.
+        # An index can name more rows than its file has. The list of their runs could fill the
+        # memory. A short span has few runs, and is checked later, when its rows are read.
         if span.num_rows > POOL_RUNS * RUN_ROWS:
             span.check()
     runs = _runs(spans, RUN_ROWS if shuffle or part[1] > 1 else batch_size)
@@ -86,8 +86,8 @@ def iter_rows(
 
 
 def _joined(stored: Sequence[StoredStream]) -> list[StoredStream]:
-    """The streams that have rows. If the rows of some streams follow each other in a shard, these
-    streams are joined to one stream."""
+    """The streams that have rows, here called spans. If the rows of several streams follow each
+    other in a shard, these streams are joined to one span."""
     spans: list[StoredStream] = []
     for stream in stored:
         together = spans[-1].joined(stream) if spans else None

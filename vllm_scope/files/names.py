@@ -17,8 +17,8 @@ from vllm_scope.files.index import RequestRecord
 MAX_CHARS = 100
 _PLAIN = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_CHARS - 1}}}")
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
-#: Endings that a name from `clean` must not have. A folder named `x.npz`, for example, could have
-#: the path of a data file.
+#: Endings that a name from `clean` must not have. A folder with the name `x.npz`, for example,
+#: could have the same path as the data file of a request with the name `x`.
 _OURS = (".json", ".safetensors", ".npz", ".")
 
 

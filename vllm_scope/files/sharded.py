@@ -6,15 +6,16 @@
     resid_post.5.token_ids   int32 [tokens]          the token of each row
     token_ids                int32 [all tokens]      prompt and output of all requests
     vllm_scope               uint8 [bytes]           the index, as JSON
-    resid_post.5.<name>      tensors that the writer's `Summary` makes of the rows, if it has one
+    resid_post.5.<name>      tensors that a `Summary` makes of the rows, if the writer has one
 
 A `.json` file in the same folder has the same index, for people. In the shard, the index is a
 tensor. The index is not in the header of the file, because a safetensors header has a size limit,
 and the index of many small requests can be larger.
 
 Owns:  ShardedLayout, and the shards that it fills.
-Runs:  `add` on the caller's thread keeps the pieces without a copy. Two or more threads write
-       shards. While one thread waits for the disk, another thread can fill the page cache.
+Runs:  `add` runs on the caller's thread, and keeps the pieces of a request without a copy. Two or
+       more other threads write shards. While one thread waits for the disk, another thread can fill
+       the page cache.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from vllm_scope.files.tensors import MOST_HEADER_BYTES, entry_bytes, joined, wri
 #: waits.
 NUM_WRITERS = 2
 #: Largest number of shards that are filled at the same time. Rows of one stream with different
-#: codecs need different shards. If another shard is needed, the oldest shard is written.
+#: codecs need different shards. If one more shard is needed, the oldest shard is written first.
 MOST_OPEN = 4
 #: A shard is also full if its index has this number of bytes. The last request of the shard can
 #: exceed this number, and the reader accepts twice this number.
@@ -61,7 +62,8 @@ class _Rows:
     """The rows of one stream in a shard.
 
     Attributes:
-        parts: the pieces of each part of the codec, from all requests, by the name of the part.
+        parts: the tensors that the codec makes of the rows of all requests, by the name of the
+            codec's part. Each tensor is a list of pieces.
         requests: for each request that has rows in this stream, the request's number in the index.
         firsts: for each request in `requests`, the index of its first token in the shard's token
             ids.
@@ -96,8 +98,8 @@ class _Shard:
     Attributes:
         nbytes: number of bytes of the shard's tensors so far, without the index.
         index_bytes: number of bytes of the manifests in the index so far.
-        header_bytes: number of bytes of the header so far, at most. The tensors of a Summary are
-            not counted.
+        header_bytes: an upper bound of the header's number of bytes so far. The tensors of a
+            Summary are not counted.
         published: a future that is done when the file is visible. If the file was not written, the
             future has the exception.
     """
@@ -227,8 +229,8 @@ class ShardedLayout(FileLayout):
         return stored
 
     def _rotate(self, shard: _Shard) -> list[Future[None]]:
-        """Let a thread write a shard. Returns a list with the future of this call, or an empty list
-        if the shard is empty."""
+        """Give a shard to a thread, which writes the shard. Returns a list with the future of the
+        write, or an empty list if the shard is empty."""
         self._open.remove(shard)
         if not shard.manifests:  # `add` failed for the first request of the shard
             return []
@@ -236,14 +238,14 @@ class ShardedLayout(FileLayout):
         self._writing.append(written)
         if len(self._writing) > self._num_writers:
             wait(self._writing, return_when=FIRST_COMPLETED)
-        # If writing a shard has failed, the futures of the shard's requests have the error.
+        # If a write has failed, `Stored.published` of the shard's requests has the error.
         self._writing = [one for one in self._writing if not one.done()]
         return [written]
 
     def flush(self) -> None:
         written = [one for one in self._writing if not one.done()]
         for shard in list(self._open):
-            written += self._rotate(shard)  # the writing can have failed already
+            written += self._rotate(shard)  # also counts a write that has already failed
         self._writing = []
         failures = [error for future in written if (error := future.exception()) is not None]
         if failures:

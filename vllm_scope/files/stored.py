@@ -72,8 +72,8 @@ class EncodedStream:
 
     Attributes:
         positions: the rows' positions, [num_rows].
-        parts: the pieces of each part of the codec, along the first axis, by the name of the part.
-            Each part has at least one piece.
+        parts: the tensors that the codec makes of the rows, by the name of the codec's part. Each
+            tensor is a list of one or more pieces, to be joined along the first axis.
         read: if the rows are features, the features that were read.
     """
 
@@ -171,12 +171,13 @@ class FileLayout(ABC):
 
     @abstractmethod
     def add(self, request: FinishedRequest) -> Stored:
-        """Add a request to a file. If the layout has one file per request, raises FileError if the
-        file cannot be written. In other layouts, `Stored.published` has the error."""
+        """Add a request to a file. A layout with one file per request raises FileError if it cannot
+        write the file. With other layouts, `Stored.published` has the error."""
 
     def flush(self) -> None:  # noqa: B027
-        """Wait until every request is published or has failed. Raises FileError if a file fails
-        now. The error of an earlier file may be only in `Stored.published`."""
+        """Wait until every request is published or has failed. Raises FileError if a file cannot be
+        written during this call. If an earlier file could not be written, the error may be only in
+        `Stored.published`."""
 
     def close(self) -> None:
         """Call `flush`, then end the threads of the layout."""

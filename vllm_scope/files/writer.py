@@ -113,7 +113,8 @@ class Writer:
 
     def flush(self) -> None:
         """Wait until the file of each finished request is visible or has failed. Raises FileError
-        if a file fails now. The error of an earlier file may be only in `Stored.published`."""
+        if a file cannot be written during this call. If an earlier file could not be written, the
+        error may be only in `Stored.published`."""
         self._layout.flush()
 
     def close(self) -> None:
