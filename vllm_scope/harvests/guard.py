@@ -24,7 +24,8 @@ from contextlib import contextmanager, suppress
 
 
 def guard() -> None:
-    """Start a guard. After this process has ended, the guard kills the processes of its group.
+    """Start a guard. After this process has ended, the guard kills all processes of this process's
+    group.
 
     If this process does not lead a group yet, this call puts this process into a new group, so that
     Ctrl-C in the terminal does not end this process. Processes that this process starts later, and
@@ -39,7 +40,8 @@ def guard() -> None:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Start a guard. After this process's end, the guard kills what the `with` block has started.
+    """Start a guard. After this process has ended, the guard kills the processes that the `with`
+    block has started.
 
     The guard starts when the block ends without an exception. The guard has a separate session, so
     that a signal to this process's group does not end the guard. If all guarded processes end
@@ -72,14 +74,16 @@ def _started() -> set[int]:
     return found
 
 
-#: The guards. Python warns if a Popen object is deleted while the process of the Popen runs.
+#: The Popen objects of the guards. They are kept here, because Python warns if a Popen object is
+#: deleted while its process runs.
 _guards: list[subprocess.Popen[bytes]] = []
 
 
 def _main() -> None:
     parent, *children = map(int, sys.argv[1:])
     running = []
-    # Without children, the guard lists its own id, so that it waits until PID has ended.
+    # Without children, the list has only the guard itself. The guard still runs, so `_gone_before`
+    # returns only after PID has ended.
     for pid in children or (os.getpid(),):
         with suppress(ProcessLookupError):
             running.append(os.pidfd_open(pid))
@@ -103,7 +107,7 @@ def _gone_before(parent: int, others: list[int]) -> bool:
         fd = os.pidfd_open(parent)
     except ProcessLookupError:
         return True
-    if os.getppid() != parent:  # the parent has ended, and its id can be another process's now
+    if os.getppid() != parent:  # the parent has ended, and another process may now have its id
         return True
     while others:
         ready = select.select([fd, *others], [], [])[0]
