@@ -83,8 +83,8 @@ class RowFeed:
 
     Attributes:
         num_rows: number of rows in the batches returned so far.
-        num_skipped: number of texts and contexts that were skipped. 0 until the feed has read the
-            feeder's last message, which happens at one of the last batches.
+        num_skipped: number of texts and contexts that were skipped. The number is 0 until the feed
+            has read the feeder's last message, at one of the last batches.
     """
 
     def __init__(self, channel: Channel, memory: int, settings: Settings, feeder: Feeder) -> None:
@@ -190,7 +190,7 @@ def _is_alive(feeder: Feeder) -> bool:
 def _how(feeder: Feeder) -> str:
     if isinstance(feeder, threading.Thread):
         return ""
-    with suppress(subprocess.TimeoutExpired):  # the process has closed its end and will exit
+    with suppress(subprocess.TimeoutExpired):  # the feeder has closed the channel, and will exit
         feeder.wait(_DEATH_S)
     return f" (exit code {feeder.returncode})"
 
