@@ -28,12 +28,12 @@ from vllm_scope.vectors.module import SteeringModule, Vector
 
 
 def tiers(word: str) -> dict[str, str]:
-    """Maps the field names `word`, `prefill_word` and `decode_word` to the selectors of the fields'
-    tokens."""
+    """The names of the three fields for `word`, such as `vectors`, `prefill_vectors` and
+    `decode_vectors`. Maps each name to the selector of the tokens on which the field acts."""
     return {word: "all", f"prefill_{word}": "prompt", f"decode_{word}": "generated"}
 
 
-#: The field names of a module's file, and the field names of a request, with their selectors.
+#: The field names in a module's file, and the field names in a request, each with its selector.
 MODULE_TIERS, REQUEST_TIERS = tiers("vectors"), tiers("steering_vectors")
 #: Maps a field name of a request to the field name of a module's file.
 _MODULE_NAMES: dict[object, object] = dict(zip(REQUEST_TIERS, MODULE_TIERS, strict=True))
@@ -87,11 +87,11 @@ def module_from_json(data: bytes) -> SteeringModule:
 
 def parse_module(body: object, where: str) -> SteeringModule:
     """Make a module from JSON. The JSON is an object with a field for each tier, or only the object
-    of the tier `vectors`.
+    of hooks of the tier `vectors`.
 
     Raises:
-        SpecError: `parse_hooks` refuses a tier, a field is unknown or is there under two names, the
-            body has clamps, or no vector has a number other than 0.
+        SpecError: `parse_hooks` refuses a tier, a field is unknown, one tier has two fields, the
+            body has clamps, or all numbers of all vectors are 0.
     """
     fields = mapping(body, where)
     if set(fields) <= set(ALIASES):
