@@ -24,7 +24,7 @@ from vllm_scope.saes.arrays import Given
 from vllm_scope.saes.places import place_of
 from vllm_scope.saes.sae import Sae
 
-#: Maps the names of the files in a folder to the loader of the format with these files.
+#: Maps the names of the files that a folder of one format has to the loader of this format.
 _FORMATS: dict[tuple[str, ...], Callable[[Path, Given], Sae]] = {
     (saelens.CONFIG, saelens.WEIGHTS): saelens.load,
     (sparsify.CONFIG, sparsify.WEIGHTS): sparsify.load,
@@ -76,9 +76,9 @@ def load_sae(
 
 
 def load_saes(paths: Mapping[str, str | Path]) -> dict[str, Sae]:
-    """Load the SAEs of a dict {name: path}, and return a dict {name: SAE}. For the folder of a
-    cross-layer transcoder, the dict that is returned contains the encoders of all layers, with the
-    names NAME.0, NAME.1 and so on.
+    """Load the SAEs of a dict {name: path}, and return a dict {name: SAE}. If a path is the folder
+    of a cross-layer transcoder, the returned dict has the encoders of all layers, with the names
+    NAME.0, NAME.1 and so on.
 
     Raises:
         SpecError: two SAEs have the same name, or an SAE cannot be loaded.

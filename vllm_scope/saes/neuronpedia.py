@@ -35,7 +35,8 @@ def neuronpedia_features(
         decode: a function that returns the text of a token id.
         model, source: Neuronpedia's name of the model (`modelId`), and of the SAE (`layer`).
         features: the features to describe. If None, all features that are active at some token.
-        labels: the explanations of features, by the number of the feature.
+        labels: explanations of features, by the index of the feature. They need not cover all
+            features.
 
     Yields:
         One dict for each feature. `modelId` and `layer` are `model` and `source`. `index` is the
