@@ -90,8 +90,8 @@ class Channel:
     Args:
         parent: if the process at the other end is the parent of this process, the process id of the
             parent. Else None. With this id, the channel notices that the parent has ended. Without
-            the id, the channel would not notice this if another child process of the parent keeps
-            the other end open.
+            the id, the channel would not notice the parent's end while another child process of the
+            parent keeps the other end of the channel open.
     """
 
     def __init__(self, end: socket.socket, parent: int | None = None) -> None:

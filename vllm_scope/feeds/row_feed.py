@@ -38,9 +38,9 @@ Feeder = subprocess.Popen[bytes] | threading.Thread
 _LOOK_S = 0.001
 #: Number of batches whose memory is kept for reuse.
 _KEPT_BATCHES = 4
-#: Two time limits, in seconds, within which a feeder's process must end. The first limit counts
-#: from the time at which the feeder has closed the channel. The second limit counts from the time
-#: at which the trainer has closed the channel.
+#: Time limits for the end of a feeder's process, in seconds. _DEATH_S counts from the time at which
+#: the feeder has closed the channel. _END_S counts from the time at which the trainer has closed
+#: the channel.
 _DEATH_S, _END_S = 5.0, 40.0
 
 

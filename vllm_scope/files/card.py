@@ -98,7 +98,7 @@ def _escaped(text: str) -> str:
 
 
 def _exact(stored: Sequence[str], dtype: str) -> str:
-    """A phrase that compares the exported numbers with the decoded numbers of the files."""
+    """A phrase that says how far the exported numbers differ from the captured numbers."""
     if all(one == dtype for one in stored):
         return "each number has the same bits as in the captured files"
     if dtype == "float32":

@@ -110,8 +110,8 @@ class IndexedStream(msgspec.Struct, frozen=True):
         codec: the metadata from which `codecs.codec_from` makes the codec.
         file: the name of the file, in the folder of the index.
         first: the index of the request's first row in the file's stream.
-        features: for a stream of features, the features that were read. Other streams, and files
-            from earlier versions, lack this field.
+        features: for a stream of features, which features of the SAE were read. Other streams, and
+            files from earlier versions, lack this field.
     """
 
     shape: tuple[int, int]
@@ -171,8 +171,8 @@ class Index(msgspec.Struct, frozen=True):
     """The requests of one file.
 
     Attributes:
-        dtypes: in the layout `npz`, the real dtype of each tensor whose dtype numpy does not have,
-            by the tensor's name. The file has the bits of such a tensor as integers.
+        dtypes: only for the layout `npz`: maps the name of a tensor to the tensor's real dtype, if
+            numpy does not have this dtype. The file has the bits of such a tensor as integers.
     """
 
     layout: Literal["per_request", "packed", "sharded", "npz"]

@@ -35,7 +35,8 @@ _MOST_MAPPED = 512
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-#: (index of a stored stream, start, stop), for the rows `start` to `stop` - 1 of the stream.
+#: (index of a span, start, stop), for the rows `start` to `stop` - 1 of this span. A span is a
+#: StoredStream (see `_joined`).
 _Run = tuple[int, int, int]
 
 
@@ -168,8 +169,8 @@ class _Pool:
 
     Attributes:
         memory: all memory from the row with the lowest address to the row with the highest address,
-            uint8 [bytes, bytes of a row]. Entry i begins at byte i, therefore entries overlap. Only
-            the runs' bytes are read.
+            uint8 [bytes, bytes of a row]. Entry i has the bytes of one row from byte i on.
+            Therefore entries overlap. Only the entries in `starts` are read.
         starts: the index of each row's first byte in `memory`, int64 [rows].
         kept: the tensors whose memory `memory` uses. The tensors exist as long as the pool.
     """

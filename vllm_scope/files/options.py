@@ -41,9 +41,10 @@ class FileOptions(BaseModel):
         mode: the permissions of local files, as an octal number, such as '640'. If a user may read
             the files, the user may also enter the folders that the writer makes. The permissions of
             an existing root do not change.
-        key_folders: only for requests over HTTP and the layouts `per_request` and `npz`. If True,
-            each API key has a folder, whose name is `key-` and a digest. If False, all API keys
-            share the folders, and a request may replace the file of another API key.
+        key_folders: only for requests over HTTP, in the layouts `per_request` and `npz`. If True,
+            the files of each API key are in a separate folder, whose name is `key-` and a digest.
+            If False, all API keys share the folders, and a request may replace the file of another
+            API key.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -223,8 +223,8 @@ def _remove_leftovers(root: Path, own: str) -> None:
 def _is_locked(folder: Path, identity: str) -> bool:
     """True if the writer of a temporary file in `folder` has a lock file.
 
-    A writer makes its lock file before its temporary files. The lock file is in the writer's root,
-    which can be `folder` or any folder above it, because a root can lie below another root.
+    A writer makes its lock file before its temporary files. The lock file is in the writer's root.
+    The root is `folder` or any folder above it, because a root can lie below another root.
     """
     name = f".scope-{identity}.lock"
     return any(os.path.exists(above / name) for above in (folder, *folder.parents))
@@ -233,9 +233,9 @@ def _is_locked(folder: Path, identity: str) -> bool:
 def _removed(path: str) -> bool:
     """Remove a lock file if no process holds the lock. Returns True if the file is gone.
 
-    This process holds the lock while it removes the file. If another writer has just made the file
-    and has not locked it yet, the other writer then sees that the file is gone, and makes a new
-    one.
+    This process holds the lock while it removes the file. Perhaps another writer has made the file,
+    and has not locked it yet. When the other writer then locks the file, it sees that the file is
+    gone, and makes a new one.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

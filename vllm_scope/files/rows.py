@@ -36,7 +36,7 @@ class Stream:
         blocks: the n rows, in one or more blocks [some, hidden_size].
         codec: the codec of the rows, if the rows arrived encoded. The blocks then have the encoded
             bytes.
-        read: if the rows are features, the features that were read.
+        read: if the rows are features, which features of the SAE were read.
     """
 
     positions: Ints
@@ -82,8 +82,8 @@ class RequestWriter:
             rows: [n, hidden_size], in the model's dtype, on any device. The rows can also be n
                 encoded rows, which are stored unchanged. The writer's codec is not applied to
                 encoded rows.
-            read: if the rows are features, the features that were read. All calls for a stream must
-                have the same value.
+            read: if the rows are features, which features of the SAE were read. All calls for a
+                stream must have the same value.
 
         Raises:
             ValueError: the shapes of the arguments do not fit together, or the shape, dtype or

@@ -114,8 +114,8 @@ class _Shard:
         self._streams: dict[str, _Rows] = {}
 
     def fits(self, request: FinishedRequest) -> bool:
-        """True if each stream that the shard and the request have in common has the same width,
-        dtype and codec in the shard and in the request."""
+        """True if the rows of the request can join the rows of the shard. Each stream that is in
+        both must have the same width, dtype and codec in both."""
         known = self._streams
         return all(
             name not in known or known[name].codec == stream.codec

@@ -74,7 +74,7 @@ class EncodedStream:
         positions: the rows' positions, [num_rows].
         parts: the tensors that the codec makes of the rows, by the name of the codec's part. Each
             tensor is a list of one or more pieces, to be joined along the first axis.
-        read: if the rows are features, the features that were read.
+        read: if the rows are features, which features of the SAE were read.
     """
 
     positions: Ints
@@ -112,7 +112,8 @@ class FinishedRequest:
     def manifest(
         self, file: str, firsts: dict[str, int] | None = None, number: int = 0, first_token: int = 0
     ) -> IndexedRequest:
-        """The manifest of this request, which has the index `number` among the requests in `file`.
+        """The manifest of this request in `file`. `number` is the request's index among the
+        requests of this file.
 
         Args:
             firsts: for each stream, the index of the request's first row in the file's stream.

@@ -8,8 +8,9 @@ keep the device's memory, and a new engine could not start.
 
 Owns:  `guard` (for an engine whose process does nothing else), `guarded` (for an engine that the
        caller's process starts).
-Runs:  in one small process for each engine. The guard waits until the process PID has ended. A pipe
-       from PID would not show this end, because processes that PID forked keep the pipe open.
+Runs:  in one small process for each engine. The guard waits until the process PID has ended. The
+       guard does not wait on a pipe from PID, because processes that PID forked keep such a pipe
+       open.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ def guard() -> None:
     """Start a guard. After this process has ended, the guard kills all processes of this process's
     group.
 
-    If this process does not lead a group yet, this call puts this process into a new group, so that
-    Ctrl-C in the terminal does not end this process. Processes that this process starts later, and
-    their children, are in the same group.
+    If this process does not lead a process group yet, this function makes a new group for it.
+    Ctrl-C in the terminal then does not end this process. Processes that this process starts later,
+    and their children, are in the same group.
     """
     with suppress(PermissionError):  # this process already leads a group
         os.setsid()

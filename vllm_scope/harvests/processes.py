@@ -196,5 +196,6 @@ def _serve(pipe: Connection, devices: list[str]) -> None:
     with suppress(EOFError, OSError):
         while True:
             threads.submit(answer, *pipe.recv())
-    # This call works even if the engine is busy. The guard then ends the engine's processes.
+    # `os._exit` ends this process even if the engine is busy. The guard then ends the engine's
+    # processes.
     os._exit(0)

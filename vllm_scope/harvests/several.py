@@ -8,8 +8,8 @@ From:  job (contexts).   To: members, in processes that a pool starts.
 
 Promise: each context is in exactly one visible shard, even if engines are lost. A shard is visible
 only after this process has moved the shard to the root folder. If an engine is lost, this process
-moves the engine's finished shards, and other engines compute the engine's other contexts. An
-unfinished shard is never visible.
+moves the engine's finished shards to the root. Other engines compute the contexts that are in no
+finished shard. An unfinished shard is never visible.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from vllm_scope.request.actions import Read
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: The most contexts in one call of `Member.give`, and the most such calls that wait for the answer
-#: of one member.
+#: CHUNK is the most contexts in one call of `Member.give`. MOST_CALLS is the most calls of `give`
+#: to one member that have no answer yet.
 CHUNK, MOST_CALLS = 32, 2
 #: The harvest ends if more than this number of engines are lost one after another, and no shard
 #: becomes visible between the losses.

@@ -228,8 +228,8 @@ def move_shards(
 
 
 def _keys(folder: Folder, name: str) -> set[bytes]:
-    """The keys of the contexts in a shard, or an empty set if the file is not a shard, or if no
-    harvest wrote it."""
+    """The keys of the contexts in a shard. The set is empty if the file is not a shard of a
+    harvest."""
     index = read_index(folder, name)
     requests = [] if index is None else index.requests
     return {key_of(one.documents) for one in requests if one.documents}

@@ -75,7 +75,7 @@ class Statistics:
 
     @staticmethod
     def summary(blocks: Iterator[Tensor]) -> dict[str, Tensor]:
-        """Make the tensor with a stream's figures that a shard stores, under the name KEY.
+        """Make the tensor in which a shard stores a stream's figures. The key of the result is KEY.
 
         This function has the type `Summary`, which files.sharded defines.
         """

@@ -310,8 +310,9 @@ class MaxActivating:
         encoded = np.zeros(len(token_ids), bool)
         encoded[positions] = True
         made["values"][:] = np.where(inside & encoded[where], 0, np.nan)
-        # `found` is sorted by feature, then by position, without repeats. Therefore an entry's
-        # context lies at most `before` places before and `after` places after the entry.
+        # `found` is sorted by feature, then by position, without repeats. Therefore the values of
+        # an entry's context are in `found` at most `before` places before, and at most `after`
+        # places after, the value of the entry.
         near = np.clip(at[:, None] + context, 0, len(found.feature) - 1)
         column = found.position[near] - position + self.before
         there = (found.feature[near] == feature) & (column >= 0) & (column < len(context))

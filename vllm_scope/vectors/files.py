@@ -1,6 +1,6 @@
 """Steering modules in files and as bytes, in the formats of several programs.
 
-Owns:  the names of tensors, from which come site and layer; the metadata; readers and writers.
+Owns:  the names of tensors, which contain site and layer; the metadata; readers and writers.
 From:  containers.py, hooks.py. To: SteeringModule.
 
 | name of a tensor     | written by            | site                           | layer            |
