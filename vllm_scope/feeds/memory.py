@@ -62,8 +62,8 @@ TOKENS, POSITIONS = Field("token_ids", "int32"), Field("positions", "int32")
 
 
 class SharedRows:
-    """The shared memory, as mapped into one of the two processes. The process that maps the memory
-    first sets the size of the memory.
+    """The shared memory, mapped into the feeder's or the trainer's process. The process that maps
+    the memory first sets the size of the memory.
 
     Args:
         fd: the file descriptor of the memfd.

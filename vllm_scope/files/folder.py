@@ -51,7 +51,7 @@ class Folder(Protocol):
 
 
 class LocalFolder:
-    """The data files of a folder and of all its subfolders. If `only` is given, the single file of
+    """The data files of a folder and of all its subfolders. If `only` is given, only the file of
     the folder with this name."""
 
     def __init__(self, root: Path, only: str | None = None) -> None:

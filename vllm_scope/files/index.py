@@ -24,10 +24,11 @@ Status = Literal["ok", "partial", "error"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 
 FORMAT = 1
-#: Largest size in bytes of an index that is read. The index of a usual file is much smaller.
+#: Readers refuse an index that has more bytes than this number. The index of a usual file is much
+#: smaller.
 MAX_INDEX_BYTES = 1 << 30
-#: Largest number of pipeline stages in an index. Engines have fewer stages, but a damaged index may
-#: contain any number.
+#: Readers refuse an index with a larger number of pipeline stages. Engines have fewer stages, but a
+#: damaged index may contain any number.
 MAX_STAGES = 1024
 
 

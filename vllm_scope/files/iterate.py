@@ -75,8 +75,8 @@ def iter_rows(
         raise FileError(f"the rows are not of one shape and dtype: {sorted(shapes)}")
     spans = _joined(stored)
     for span in spans:
-        # An index can name more rows than its file has. The list of their runs could fill the
-        # memory. A short span has few runs, and is checked later, when its rows are read.
+        # An index can name more rows than its file has. A list of the runs of so many rows could
+        # fill the memory. A short span has few runs, and is checked later, when its rows are read.
         if span.num_rows > POOL_RUNS * RUN_ROWS:
             span.check()
     runs = _runs(spans, RUN_ROWS if shuffle or part[1] > 1 else batch_size)
@@ -172,7 +172,7 @@ class _Pool:
             uint8 [bytes, bytes of a row]. Entry i has the bytes of one row from byte i on.
             Therefore entries overlap. Only the entries in `starts` are read.
         starts: the index of each row's first byte in `memory`, int64 [rows].
-        kept: the tensors whose memory `memory` uses. The tensors exist as long as the pool.
+        kept: the tensors that own the bytes of `memory`. The pool keeps these tensors alive.
     """
 
     def __init__(

@@ -50,7 +50,8 @@ MOST_OPEN = 4
 #: A shard is also full if its index has this number of bytes. The last request of the shard can
 #: exceed this number, and the reader accepts twice this number.
 MOST_INDEX_BYTES = MAX_INDEX_BYTES // 2
-#: Smallest number of rows of a block that is decoded for a Summary. The last block can be smaller.
+#: If rows are decoded for a Summary, each block has at least this number of rows. Only the last
+#: block can be smaller.
 BLOCK_ROWS = 4096
 #: A function that gets the decoded rows of one stream of a shard, in blocks [some, hidden_size],
 #: and returns tensors by name. The threads that write shards call this function.
@@ -62,8 +63,8 @@ class _Rows:
     """The rows of one stream in a shard.
 
     Attributes:
-        parts: the tensors that the codec makes of the rows of all requests, by the name of the
-            codec's part. Each tensor is a list of pieces.
+        parts: maps the names of the codec's parts to the parts of the rows of all requests. A part
+            is one tensor, given as a list of pieces along the first axis.
         requests: for each request that has rows in this stream, the request's number in the index.
         firsts: for each request in `requests`, the index of its first token in the shard's token
             ids.
@@ -168,7 +169,7 @@ class _Shard:
         a Summary is faster with one large block than with many small blocks."""
         codec, pieces = self._streams[stream].codec, self._streams[stream].parts
         names = list(codec.part_names)
-        if codec.codec == "none":  # without a codec, the rows of each long request are one block
+        if codec.codec == "none":  # `joined` joins the rows of short requests
             yield from joined(pieces[names[0]])
             return
         waiting: list[tuple[Tensor, ...]] = []
@@ -245,7 +246,7 @@ class ShardedLayout(FileLayout):
     def flush(self) -> None:
         written = [one for one in self._writing if not one.done()]
         for shard in list(self._open):
-            written += self._rotate(shard)  # also counts a write that has already failed
+            written += self._rotate(shard)  # the write may have failed already
         self._writing = []
         failures = [error for future in written if (error := future.exception()) is not None]
         if failures:

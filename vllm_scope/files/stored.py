@@ -72,8 +72,8 @@ class EncodedStream:
 
     Attributes:
         positions: the rows' positions, [num_rows].
-        parts: the tensors that the codec makes of the rows, by the name of the codec's part. Each
-            tensor is a list of one or more pieces, to be joined along the first axis.
+        parts: maps the names of the codec's parts to the parts of these rows. A part is one tensor,
+            given as a list of one or more pieces along the first axis.
         read: if the rows are features, which features of the SAE were read.
     """
 

@@ -33,8 +33,8 @@ MOST_HEADER_BYTES = MAX_HEADER_BYTES // 2
 #: Largest number of bytes of a tensor's entry in a header, without the name of the stream. These
 #: bytes are the end of the tensor's name, the dtype, two lengths and two offsets.
 _ENTRY_BYTES = 120
-#: The largest number of dimensions of a tensor in a file that is read. Tensors of captured rows
-#: have one or two dimensions.
+#: Readers refuse a file that has a tensor with more dimensions than this number. Tensors of
+#: captured rows have one or two dimensions.
 MAX_DIMS = 8
 #: Largest number of elements of a tensor. torch has the same limit.
 _MAX_NUMBERS = (1 << 63) - 1

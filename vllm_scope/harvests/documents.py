@@ -338,7 +338,8 @@ def _load(name: str, split: str, config: str | None) -> Any:
 
 
 def _of_library(found: Any, source: str, column: str | None, id_column: str | None) -> Documents:
-    """The documents of a `datasets.Dataset`, whose fingerprint includes content and transforms."""
+    """The documents of a `datasets.Dataset`. The fingerprint of such a data set depends on its
+    content and its transforms."""
     fingerprint = getattr(found, "_fingerprint", None)
     if not isinstance(fingerprint, str) or not isinstance(found, Iterable):
         raise SpecError(

@@ -56,8 +56,8 @@ class HarvestManifest(msgspec.Struct, frozen=True):
         totals: for each number that Shard has, the sum over all shards. The sum of `num_bytes` has
             the name `bytes`. A complete harvest also has `empty`, the number of documents without
             tokens, and `skipped`, the number of skipped texts and contexts.
-        skipped: maps the names of the first 20 skipped texts and contexts of a complete harvest to
-            the reasons.
+        skipped: for a complete harvest, maps the names of the first 20 skipped texts and contexts
+            to the reasons.
         streams: maps `site.layer` to the figures of this stream (`Statistics.to_json`).
     """
 

@@ -1,6 +1,6 @@
 """One of several engines, each in a separate process. Each engine writes its own shards.
 
-Owns:  Member, the arguments of a member's start (Setup), and a member's answers (Facts, News).
+Owns:  Member, Setup (the arguments of `Member.start`), Facts and News (the answers of a Member).
 Runs:  in a process that a pool has started. Calls arrive on several threads. The engine runs on one
        thread of the member.
 From:  several (the calls).   To: storing.

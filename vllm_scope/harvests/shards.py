@@ -99,7 +99,7 @@ class Shards:
 
     Attributes:
         done: the keys of the shards' contexts. A key takes about 100 bytes of memory.
-        found: maps the names of files to shards.
+        found: maps the name of the file of each visible shard to the shard's entry.
         statistics: maps the name of a stream, such as `resid_post.5`, to the figures of the
             stream's rows in all shards.
     """

@@ -56,8 +56,8 @@ class Storing:
         self._writer = Writer(files, self._publisher, layout, copies=False)
         #: The `uid` of a request consists of `_run` and the request's number in this run.
         self._run, self._num_stored = secrets.token_hex(8), 0
-        #: Futures of the shards that are not written yet. The shard that got its first rows first
-        #: comes first.
+        #: Futures of the shards that are not written yet, in the order in which the shards were
+        #: begun.
         self._unpublished: deque[Future[None]] = deque()
 
     @property

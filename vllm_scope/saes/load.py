@@ -52,8 +52,8 @@ def load_sae(
         place: (site, layer), or the name of a hook such as `blocks.12.hook_resid_post`. If None,
             the place comes from the files or the names of the folders.
         k: the k of a TopK SAE, if the files and the names of the folders do not contain k.
-        norm_scaling_factor: the factor by which rows are multiplied before the encoder, for
-            SAELens's `expected_average_only_in`.
+        norm_scaling_factor: the factor by which rows are multiplied before the encoder. Only SAEs
+            of SAELens with `normalize_activations` need this factor.
 
     Raises:
         SpecError: the format is unknown, a file is malformed, or the kind of SAE is not supported.

@@ -74,7 +74,7 @@ def table_bytes(num_features: int, k: int, before: int, after: int) -> int:
 
 
 def stored_bytes(num_features: int, k: int, before: int, after: int) -> int:
-    """The number of bytes of the tensors in the file of a table with these sizes."""
+    """For a table with these sizes, the number of bytes of the tensors in its file."""
     entry = 8 + LABEL_BYTES + 8 * (before + 1 + after)
     return num_features * (k * entry + 8 * NUM_BARS + 8 + 2)
 

@@ -3,7 +3,7 @@
 Owns:  `neuronpedia_features`.
 From:  max_activating. To: the caller, who can write a JSON file.
 
-Source: Neuronpedia's answer to /api/feature, and SAEDashboard's converter, both of 2026.
+Source: Neuronpedia's answer to /api/feature, and SAEDashboard's converter, both as of 2026.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ Pick = slice | Tensor
 @dataclass(frozen=True, eq=False)
 class Feature:
     """One feature as a function of the row x. The pre-activation is s = x . encoder + encoder_bias.
-    The feature is the function `kind` of s.
+    `kind` names the function that computes the feature from s.
 
     To change the feature of a row from `old` to `new`, add (new - old) * decoder to the row.
 
