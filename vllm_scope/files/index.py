@@ -70,7 +70,7 @@ class RequestRecord:
             the same uid.
         child: index of the completion if the request has n > 1.
         stage, num_stages: index of the pipeline stage of these rows, and number of stages.
-        owner: a digest of the API key of a request over HTTP. "" for other requests, at sinks in
+        owner: for a request over HTTP, a digest of its API key. "" for other requests, at sinks in
             `global_sinks`, and if `key_folders` is false.
         documents: the spans in the prompt of a harvested request, in order. Else empty.
         num_layers: the model's number of layers. None: not known.

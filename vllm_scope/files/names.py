@@ -23,8 +23,8 @@ _OURS = (".json", ".safetensors", ".npz", ".")
 
 
 def clean(text: str) -> str:
-    """If the string is safe, the string itself. Else the beginning of the string, with `_` instead
-    of unsafe characters, followed by `~` and a digest of the whole string."""
+    """Returns a safe string unchanged. For any other string, returns the beginning of the string
+    with `_` instead of unsafe characters, then `~` and a digest of the whole string."""
     if _PLAIN.fullmatch(text) and not _RESERVED.fullmatch(text) and not text.endswith(_OURS):
         return text
     safe = re.sub(r"[^A-Za-z0-9_-]+", "_", text)[: MAX_CHARS - 20]

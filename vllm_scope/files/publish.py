@@ -255,8 +255,8 @@ def _removed(path: str) -> bool:
 
 
 def folder_mode(mode: int) -> int:
-    """The permissions of a folder whose files have these permissions. A user who may read the files
-    may also list and enter the folder."""
+    """The permissions of a folder whose files have the permissions `mode`. A user who may read the
+    files may also list and enter the folder."""
     return 0o700 | mode | (mode & 0o444) >> 2
 
 

@@ -52,7 +52,7 @@ class Capture:
         Raises:
             IndexError, KeyError: no request matches, or several requests match.
         """
-        if isinstance(which, SupportsIndex):  # an int, or a number of numpy or torch
+        if isinstance(which, SupportsIndex):  # an int, also of numpy or torch
             index = operator.index(which)
             if not -len(self) <= index < len(self):
                 raise IndexError(f"there is no request {index}; the capture has {len(self)}")

@@ -9,8 +9,8 @@
     resid_post.5.<name>      tensors that a `Summary` makes of the rows, if the writer has one
 
 A `.json` file in the same folder has the same index, for people. In the shard, the index is a
-tensor. The index is not in the header of the file, because a safetensors header has a size limit,
-and the index of many small requests can be larger.
+tensor. The index is not in the header of the file, because a safetensors header has a size limit.
+The index of many small requests can exceed this limit.
 
 Owns:  ShardedLayout, and the shards that it fills.
 Runs:  `add` runs on the caller's thread, and keeps the pieces of a request without a copy. Two or
@@ -48,7 +48,7 @@ NUM_WRITERS = 2
 #: codecs need different shards. If one more shard is needed, the oldest shard is written first.
 MOST_OPEN = 4
 #: A shard is also full if its index has this number of bytes. The last request of the shard can
-#: exceed this number, and the reader accepts twice this number.
+#: make the index larger. Readers accept an index of twice this size.
 MOST_INDEX_BYTES = MAX_INDEX_BYTES // 2
 #: If rows are decoded for a Summary, each block has at least this number of rows. Only the last
 #: block can be smaller.
@@ -79,8 +79,8 @@ class _Rows:
     positions: list[Ints] = field(default_factory=list)
 
     def tensors(self, name: str, token_ids: Tensor) -> dict[str, list[Tensor]]:
-        """The pieces of each tensor of the stream `name`, by the tensor's name. `token_ids` are the
-        token ids of the whole shard, int32."""
+        """The tensors of the stream `name`. Maps the name of each tensor to its pieces. `token_ids`
+        are the token ids of the whole shard, int32."""
         counts = [len(positions) for positions in self.positions]
         positions = np.concatenate(self.positions)
         tokens = positions + np.repeat(self.firsts, counts)

@@ -28,7 +28,7 @@ from vllm_scope.files.publish import write_bytes
 #: safetensors format allows 100 MB.
 MAX_HEADER_BYTES = 64 << 20
 #: A file of several requests is full if its header has about this number of bytes. The last request
-#: of the file can exceed this number.
+#: of the file can make the header larger.
 MOST_HEADER_BYTES = MAX_HEADER_BYTES // 2
 #: Largest number of bytes of a tensor's entry in a header, without the name of the stream. These
 #: bytes are the end of the tensor's name, the dtype, two lengths and two offsets.

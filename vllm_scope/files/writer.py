@@ -99,7 +99,7 @@ class Writer:
             ]
         first = found.blocks[0]
         codec = self._codec(first.shape[1], first.dtype)
-        # A codec that is not rowwise encodes all rows of the stream at once.
+        # A codec that is not rowwise, such as zstd, encodes all rows of the stream at once.
         blocks = found.blocks if codec.rowwise else [torch.cat(found.blocks)]
         return codec, [codec.encode(block) for block in blocks]
 

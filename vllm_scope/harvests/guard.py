@@ -6,8 +6,8 @@
 vLLM's EngineCore does not notice that its front-end was killed. Without a guard, EngineCore would
 keep the device's memory, and a new engine could not start.
 
-Owns:  `guard` (for an engine whose process does nothing else), `guarded` (for an engine that the
-       caller's process starts).
+Owns:  `guard`, for an engine in a process that has no other work; `guarded`, for an engine that the
+       caller's process starts.
 Runs:  in one small process for each engine. The guard waits until the process PID has ended. The
        guard does not wait on a pipe from PID, because processes that PID forked keep such a pipe
        open.

@@ -14,8 +14,8 @@ from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import MAX_LAYER, Place, canonical_site
 
 #: The name of a Hugging Face module has a part after the layer's number. Maps this part to a site.
-#: `post_attention_layernorm` is not listed, because in some models it is the norm of the
-#: attention's output, and in other models it is the norm before the MLP.
+#: `post_attention_layernorm` is not listed, because its meaning depends on the model. It is the
+#: norm of the attention's output, or the norm before the MLP.
 _MODULES = {
     "": "resid_post",
     ".output": "resid_post",

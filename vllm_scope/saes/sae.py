@@ -105,7 +105,7 @@ class Sae:
     Attributes:
         name: the SAE's name in messages.
         place: the place whose rows the SAE encodes. At the site `z`, a row is one vector with the
-            values of all heads, and d_model is the number of heads times the size of a head.
+            values of all heads. d_model is then the number of heads times the size of a head.
         encoder: [d_sae, d_model] of a float dtype, on the CPU. The tensor can be a view of a mapped
             file.
         decoder: [d_sae, d_out] of a float dtype, on the CPU. The tensor can be a view of a mapped
@@ -317,8 +317,8 @@ class Sae:
         def exact(vector: Tensor) -> Tensor:
             return vector[pick].to(device).double()
 
-        # The computation is in float64, so that the only error that counts is the rounding of the
-        # result to float32.
+        # Compute in float64, so that only the rounding of the result to float32 causes an error
+        # that counts.
         encoder, bias = self._read("encoder", pick, device).double(), exact(self.encoder_bias)
         threshold = None if self.threshold is None else exact(self.threshold)
         factor = torch.ones_like(bias)

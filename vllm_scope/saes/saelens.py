@@ -18,8 +18,8 @@ A transcoder has W_dec [d_sae, d_out] and b_dec [d_out]. The field `hook_name_ou
 The field is in `metadata`. In files before version 6, it is at the top level. A transcoder never
 subtracts b_dec from the input.
 
-In files before version 6, the fields of `metadata` are at the top level, the field `architecture`
-can be missing, and topk is an activation function instead of an architecture.
+Files before version 6 differ in three ways. The fields of `metadata` are at the top level. The
+field `architecture` can be missing. topk is an activation function, not an architecture.
 
 Source: sae_lens 6.54, loading/pretrained_sae_loaders.py, saes/sae.py, saes/transcoder.py
 """

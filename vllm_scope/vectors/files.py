@@ -97,9 +97,9 @@ def save_vectors(path: str | Path, module: SteeringModule) -> None:
 def to_bytes(module: SteeringModule) -> bytes:
     """The module as the content of a safetensors file. `from_bytes` is the inverse.
 
-    If the module has one site and no tiers, the tensors have the names `direction.{layer}` that
-    other programs use, and the metadata have the site. Otherwise the names are `{site}.{layer}`, or
-    `{tier}:{site}.{layer}` for a tier.
+    If the module has one site and no tiers, the tensors have the names `direction.{layer}`, which
+    other programs also use. The metadata then have the site. Otherwise the names are
+    `{site}.{layer}`, or `{tier}:{site}.{layer}` for a tier.
     """
     from safetensors.numpy import save
 

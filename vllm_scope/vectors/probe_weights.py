@@ -176,9 +176,9 @@ def _linear(layer: tuple[Floats, Floats], scaler: dict[str, object]) -> ProbeWei
 
 
 def _pool(layers: Layers, bias: Floats) -> ProbeWeights:
-    # A bias of the query has no effect, because it adds the same number to the logits of all
-    # positions, and a softmax then does not change. The bias of the value is added to the score,
-    # because the weights of the softmax sum to 1.
+    # A bias of the query has no effect. It adds the same number to the logits of all positions,
+    # which does not change their softmax. The bias of the value is added to the score, because the
+    # weights of the softmax sum to 1.
     (query, _), (value, of_value) = layers
     if bias.size != 1 or of_value.shape != np.atleast_2d(value).shape[:1]:
         raise SpecError(
