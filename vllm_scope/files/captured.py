@@ -41,7 +41,7 @@ class Piece:
     Attributes:
         name: the name of the file, relative to the opened folder.
         prefix: the text with which the names of the request's tensors in the file begin, such as
-            `3/`. "" if the layout is not `packed`.
+            "3/". "" if the layout is not `packed`.
     """
 
     name: str
