@@ -9,7 +9,7 @@ Runs:  in a separate process, or on a thread of the trainer's process if the cal
 From:  start.   To: row_feed (through memory and messages).
 
 Promise: each row is written one time, in the order of the documents. If no slot is free, the feeder
-waits and sends no further prompts to the engine. Rows are not lost.
+waits, and sends no further prompts to the engine. No row is lost.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def run(
     """Start an engine, or use the caller's LLM, then run `feed`. Errors are sent to the trainer.
 
     Args:
-        started: an event that is set when the engine has started, or cannot start.
+        started: an event that this function sets when the engine has started, or cannot start.
 
     Raises:
         EOFError: the trainer has closed the feed or is gone.
@@ -175,8 +175,9 @@ def run(
 
             engine = OfflineEngine(model, options, reads)
         finally:
-            # Before an error is sent: the trainer then closes its feed, and `_watch` must not
-            # interrupt this process, which is already ending.
+            # Set the event before an error is sent, because the trainer closes its feed after the
+            # error. If the event is not set then, `_watch` interrupts this process, which is
+            # already ending.
             started.set()
         with closing(engine):
             feed(documents, reads, engine, settings, channel, memory)

@@ -8,9 +8,9 @@ process has the memfd open or mapped. The trainer makes the memfd with size 0. T
 the file descriptor.
 
 Promise: the feeder writes a row into its slot before `num_written` counts the row. The trainer
-copies a batch before `num_taken` counts the batch. Rows and counters are written with plain store
-instructions. On the processors in ORDERED, other cores see stores in the order in which the program
-makes them.
+copies a batch before `num_taken` counts the batch. The promise holds only on the processors in
+ORDERED, because the two processes write rows and counters with plain store instructions. On these
+processors, other cores see stores in the order in which the program makes them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 #: The values of `platform.machine()` for processors on which other cores see stores in program
 #: order.
 ORDERED = ("x86_64", "AMD64")
-#: Number of bytes in the memory before the rows, and the index of each counter in these bytes,
-#: counted in int64 numbers. Each counter has its own cache line.
+#: The memory begins with a header of _HEADER_BYTES bytes, which are int64 numbers. _WRITTEN and
+#: _TAKEN are the indices of the counters among these numbers. Each counter has its own cache line.
 _HEADER_BYTES, _WRITTEN, _TAKEN = 4096, 0, 8
 
 
@@ -62,8 +62,8 @@ TOKENS, POSITIONS = Field("token_ids", "int32"), Field("positions", "int32")
 
 
 class SharedRows:
-    """The shared memory, as mapped into one of the two processes. The process that maps the memory
-    first sets the size of the memory.
+    """The shared memory, mapped into the feeder's or the trainer's process. The process that maps
+    the memory first sets the size of the memory.
 
     Args:
         fd: the file descriptor of the memfd.
@@ -103,7 +103,7 @@ class SharedRows:
         self._counters[_TAKEN] = count
 
     def write(self, slots: np.ndarray, values: Sequence[Tensor]) -> None:
-        """Write n rows into the slots with these numbers, int64 [n].
+        """Write n rows into the slots with the numbers `slots`, int64 [n].
 
         Args:
             values: a tensor [n, *shape] for each field, in the fields' order.
@@ -112,8 +112,8 @@ class SharedRows:
             flat = rows.to(field.torch_dtype).reshape(len(slots), -1)
             if flat.stride(1) != 1:
                 flat = flat.contiguous()
-            # There may be rows of other layers between the rows. numpy copies such rows on this
-            # thread. torch would wake its thread pool.
+            # In memory, rows of other layers may lie between the rows. numpy copies such rows on
+            # this thread. torch would wake its thread pool.
             column[slots] = flat.view(torch.uint8).numpy()
 
     def read(self, slots: np.ndarray, empty: Empty) -> list[Tensor]:

@@ -42,8 +42,8 @@ class Order(msgspec.Struct, frozen=True):
     """The input of a feed. The engine's process gets the order on its standard input.
 
     Attributes:
-        dataset: the path or the name of a data set. Or a list of texts, of lists of token ids or of
-            rows, which are dicts.
+        dataset: the path or the name of a data set, or a list. The items of a list are texts, lists
+            of token ids, or rows (dicts).
         scope: the reads as a spec, in JSON.
         engine: the arguments of LLM.
     """
@@ -89,8 +89,9 @@ class Channel:
 
     Args:
         parent: if the process at the other end is the parent of this process, the process id of the
-            parent. Else None. With this id the channel notices that the parent has ended, even if
-            another child process of the parent keeps the other end open.
+            parent. Else None. With this id, the channel notices that the parent has ended. Without
+            the id, the channel would not notice the parent's end while another child process of the
+            parent keeps the other end of the channel open.
     """
 
     def __init__(self, end: socket.socket, parent: int | None = None) -> None:

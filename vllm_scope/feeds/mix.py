@@ -2,12 +2,12 @@
 
 Owns:  Mix.
 Runs:  in the feeder and in the trainer. The feeder and the trainer compute the same plan. Therefore
-       feeder and trainer need not send slot numbers.
+       they do not send slot numbers to each other.
 
 Batch k is drawn at random from the first `num_mixed + k * batch_size` rows, without the rows of
-earlier batches. When a batch is drawn, `num_mixed` rows wait in half of the slots. The feeder
-writes later rows into the other half of the slots. Therefore feeder and trainer seldom wait for
-each other.
+earlier batches. When a batch is drawn, the `num_mixed` rows that wait fill half of the slots. The
+feeder writes later rows into the other half. Therefore feeder and trainer seldom wait for each
+other.
 
 Promise: the batches depend only on the order of the rows, `num_slots`, `batch_size` and `seed`. The
 speed of the feeder and of the trainer does not change the batches.
@@ -24,8 +24,8 @@ Ints = NDArray[np.int64]
 
 
 class Mix:
-    """The plan of one feed, that is, the rows of each batch and the slots of these rows. Each call
-    of `draw` advances the plan by one batch.
+    """The plan of one feed. The plan says which rows each batch has, and in which slots these rows
+    are. Each call of `draw` advances the plan by one batch.
 
     Args:
         num_slots: number of slots of the shared memory, at least twice `batch_size`.
@@ -40,11 +40,11 @@ class Mix:
         self._size = batch_size
         self._random = np.random.default_rng(seed)
         #: The slot of row n is at index n % `num_slots`. The first `num_slots` rows get the slots
-        #: in ascending order. A later row n gets the slot of the drawn row n - `num_slots`. Drawn
-        #: rows are counted from 0, in the order of the batches.
+        #: in ascending order. Each row that is drawn frees its slot. Later rows get the freed slots
+        #: in the order in which `draw` freed them.
         self._slots = np.arange(num_slots)
         #: Slots of the rows from which a batch is drawn. The last batch took the slots at the
-        #: indices `_holes` of the pool.
+        #: indices `_holes` of `_pool`.
         self._pool = self._slots[: self.num_mixed].copy()
         self._holes = np.empty(0, np.int64)
 
@@ -61,7 +61,7 @@ class Mix:
 
     def slots(self, start: int, stop: int) -> Ints:
         """The slots of the rows `start` to `stop` - 1. `start` must be at least `num_writable`
-        minus the number of slots, because the slots of earlier rows are used again."""
+        minus the number of slots, because later rows use the slots of earlier rows again."""
         found: Ints = self._slots[np.arange(start, stop) % len(self._slots)]
         return found
 

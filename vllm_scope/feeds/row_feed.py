@@ -38,9 +38,9 @@ Feeder = subprocess.Popen[bytes] | threading.Thread
 _LOOK_S = 0.001
 #: Number of batches whose memory is kept for reuse.
 _KEPT_BATCHES = 4
-#: Two time limits, in seconds, within which a feeder's process must end. The first limit counts
-#: from the time at which the feeder has closed the channel. The second limit counts from the time
-#: at which the trainer has closed the channel.
+#: Time limits for the end of a feeder's process, in seconds. _DEATH_S counts from the time at which
+#: the feeder has closed the channel. _END_S counts from the time at which the trainer has closed
+#: the channel.
 _DEATH_S, _END_S = 5.0, 40.0
 
 
@@ -83,8 +83,8 @@ class RowFeed:
 
     Attributes:
         num_rows: number of rows in the batches returned so far.
-        num_skipped: number of texts and contexts that were skipped. 0 until the feed has read the
-            feeder's last message, which happens at one of the last batches.
+        num_skipped: number of texts and contexts that were skipped. The number is 0 until the feed
+            has read the feeder's last message, at one of the last batches.
     """
 
     def __init__(self, channel: Channel, memory: int, settings: Settings, feeder: Feeder) -> None:
@@ -190,7 +190,7 @@ def _is_alive(feeder: Feeder) -> bool:
 def _how(feeder: Feeder) -> str:
     if isinstance(feeder, threading.Thread):
         return ""
-    with suppress(subprocess.TimeoutExpired):  # the process has closed its end and will exit
+    with suppress(subprocess.TimeoutExpired):  # the feeder has closed the channel, and will exit
         feeder.wait(_DEATH_S)
     return f" (exit code {feeder.returncode})"
 

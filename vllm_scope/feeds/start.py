@@ -32,7 +32,8 @@ from vllm_scope.harvests.start import check_reads
 from vllm_scope.request.actions import Read
 from vllm_scope.request.spec import scope
 
-#: The first arguments with which Python starts the engine's process. Three numbers follow.
+#: The first arguments with which Python starts the engine's process. The three arguments of
+#: feeder.py follow.
 COMMAND = ("-m", "vllm_scope.feeds.feeder")
 
 
@@ -114,8 +115,8 @@ def _encoded(
     try:
         found = dataset if isinstance(dataset, str) else list(dataset)
         order = Order(found, text, model, dict(engine), settings)
-        # `dumps` raises for values that JSON does not support. A text that contains half of a
-        # surrogate pair is sent to the feeder. The feeder skips such a text, as a harvest does.
+        # `dumps` raises for values that JSON does not support. `dumps` accepts a text that contains
+        # half of a surrogate pair. The feeder skips such a text, as a harvest does.
         return json.dumps(asdict(order) | {"settings": asdict(settings)}).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise SpecError(

@@ -1,8 +1,8 @@
 """Writes the rows of ended requests to files, and reads these files. Needs no engine.
 
-Runs:  writers run in a sink's worker or in a harvest's process. Readers run in any process.
+Runs:  writers run on the thread of a sink or in a harvest's process. Readers run in any process.
 
-An engine's sink calls `open_writer`. An analysis calls `open`.
+An engine's sink calls `open_writer`. Code that analyses rows calls `open`.
 
 writer.py options.py                          one writer, and its options
 per_request.py packed.py sharded.py npz.py    one layout each

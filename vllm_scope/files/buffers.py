@@ -25,13 +25,14 @@ from torch import Tensor
 
 from vllm_scope.batch.by_position import ONE_THREAD, joined_rows
 
-#: torch allocates tensors that have fewer bytes than this number, because malloc keeps freed small
-#: blocks for reuse.
+#: Tensors with fewer bytes than this number get memory from malloc, which keeps small freed blocks
+#: for reuse.
 SMALL_BYTES = 1 << 16
 
 
 class Buffers:
-    """Makes tensors. After the last view of a large tensor is gone, its memory can be used again.
+    """Makes tensors. After the last view of a large tensor is gone, later tensors can use the
+    tensor's memory.
 
     Args:
         most_bytes: largest number of bytes that are kept for reuse. Further memory is freed.
@@ -55,7 +56,8 @@ class Buffers:
         if num_bytes < SMALL_BYTES:
             return torch.empty(shape, dtype=dtype)
         size = _size_class(num_bytes)
-        # The garbage collector may call `_put` at any time here. A deque allows such calls.
+        # The garbage collector may call `_put` at any time, also between two of these lines. A
+        # deque stays correct during such calls.
         free = self._free.setdefault(size, deque())
         try:
             memory = free.pop()
@@ -74,8 +76,8 @@ class Buffers:
 def _fresh(num_bytes: int) -> mmap.mmap:
     """New private memory, in pages of 2 MiB if the kernel has pages of this size.
 
-    The first writes to 2 MiB of memory cause one page fault, instead of 512 page faults with pages
-    of 4 KiB. By default, Python's mmap makes shared memory, which has pages of 4 KiB.
+    With such pages, the first writes to 2 MiB of memory cause one page fault. With pages of 4 KiB,
+    they cause 512. By default, Python's mmap makes shared memory, which has pages of 4 KiB.
     """
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # without huge pages in the kernel, the call fails
@@ -84,7 +86,8 @@ def _fresh(num_bytes: int) -> mmap.mmap:
 
 
 def _size_class(num_bytes: int) -> int:
-    """`num_bytes`, rounded up to a size of a block. Between two powers of two there are four sizes.
+    """The size of the block for `num_bytes` bytes: `num_bytes`, rounded up. There are at most four
+    sizes from one power of two to the next.
 
     Tensors of similar sizes can then use the same memory, one after the other.
     """

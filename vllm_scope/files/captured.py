@@ -40,7 +40,8 @@ class Piece:
 
     Attributes:
         name: the name of the file, relative to the opened folder.
-        prefix: the beginning of the names of the request's tensors in the file.
+        prefix: the text with which the names of the request's tensors in the file begin, such as
+            "3/". "" if the layout is not `packed`.
     """
 
     name: str
@@ -150,8 +151,8 @@ class CapturedRequest:
         return tokens[manifest.first_token : last]
 
     def tokens_at(self, positions: Tensor) -> Tensor:
-        """The token ids at these positions, which are the positions of rows. int32 [n]. Raises
-        FileError if the request has no token at one of the positions."""
+        """The token ids at the positions of some rows. int32 [n]. Raises FileError if the request
+        has no token at one of the positions."""
         tokens = self.token_ids
         outside = (positions < 0) | (positions >= len(tokens))
         if bool(outside.any()):
@@ -174,7 +175,7 @@ class CapturedRequest:
         FileError."""
         if stream not in self._piece_of:
             known = ", ".join(map(stream_name, self.keys())) or "none"
-            if not isinstance(stream, tuple):  # results accept a site alone, such as "embed"
+            if not isinstance(stream, tuple):  # a ScopeResult accepts a site alone, such as "embed"
                 raise KeyError(
                     f"{stream!r} is not a site and a layer; give both, as in ['embed', 0] (sites "
                     f"without layers have layer 0); captured are {known}"

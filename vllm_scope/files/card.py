@@ -86,8 +86,8 @@ def _one_line(text: str) -> str:
 
 
 def _marked(stream: str) -> str:
-    """The name of a stream, as code. A name of features can have any characters. If code cannot
-    have them, the name is escaped text."""
+    """The name of a stream, in Markdown. The name is marked as code if it has only letters, digits,
+    `_`, `.` and `-`. Other names, which only features can have, are escaped text."""
     return f"`{stream}`" if re.fullmatch(r"[\w.-]+", stream) else _escaped(_one_line(stream))
 
 
@@ -98,7 +98,7 @@ def _escaped(text: str) -> str:
 
 
 def _exact(stored: Sequence[str], dtype: str) -> str:
-    """A phrase that compares the exported numbers with the decoded numbers of the files."""
+    """A phrase that says how far the exported numbers differ from the captured numbers."""
     if all(one == dtype for one in stored):
         return "each number has the same bits as in the captured files"
     if dtype == "float32":

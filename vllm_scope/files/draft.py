@@ -5,7 +5,8 @@
 
 Owns:  `export_speculators`.
 
-Source: the classes ArrowDataset of speculators and FileTransfer of hs-connectors.
+speculators is a Python package that trains draft models for speculative decoding. Source of the
+format: the class ArrowDataset of speculators, and the class FileTransfer of hs-connectors.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def export_speculators(
     streams: list[SiteLayer],
     loss_mask: Callable[[CapturedRequest], Sequence[int]] | None = None,
 ) -> int:
-    """Write a folder from which speculators trains draft models. Returns the number of samples.
+    """Write a folder from which the package speculators trains draft models. Returns the number of
+    samples.
 
     A sample is one request, which has rows at consecutive positions from 0 on. The dtype of the
     rows does not change. If the function raises an error, the samples that it wrote are removed.
@@ -98,8 +100,8 @@ def export_speculators(
 
 
 def _check_last(requests: Sequence[CapturedRequest], stream: SiteLayer) -> None:
-    """Raise FileError if `stream` is not `resid_post` of the model's last layer. A request whose
-    file does not have the number of layers is not checked."""
+    """Raise FileError if `stream` is not `resid_post` of the model's last layer. If the file of a
+    request does not have the number of layers, this request is not checked."""
     for num_layers in {request.manifest.num_layers for request in requests} - {None}:
         assert num_layers is not None
         if stream != (last := ("resid_post", num_layers - 1)):

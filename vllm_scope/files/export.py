@@ -46,8 +46,8 @@ class Exported(int):
     """The number of contexts that were written.
 
     Attributes:
-        left_out: number of rows that do not fill a whole context. Such rows are at the end of a
-            request, or before a gap in the positions of a request.
+        left_out: number of rows that were left out because they do not fill a whole context. They
+            are at the end of a request, or before a gap in the positions of a request.
     """
 
     left_out: int
@@ -65,7 +65,8 @@ def export_dataset(
 
     The columns are `request`, `position`, `token_id` and one column `site.layer` for each stream.
     Requests that lack one of the streams are left out. You must fill in the license in the card.
-    float32 rows equal the captured rows, because float32 has every number of the other dtypes.
+    Rows exported as float32 equal the captured rows, because float32 can represent every number of
+    the other dtypes.
 
     Args:
         folder: an empty folder, or the path of a new folder.
@@ -131,9 +132,8 @@ def export_saelens(
     """Write a folder that SAELens can read with its option `cached_activations_path`. Returns the
     number of contexts.
 
-    Each request is cut into contexts of `context_size` consecutive positions. Rows at the end of a
-    request, or before a gap in its positions, that do not fill a context are left out. The result
-    counts these rows in `left_out`.
+    Each request is cut into contexts of `context_size` consecutive positions. Rows that do not fill
+    a context are left out. The result counts them in `left_out`.
 
     Args:
         hook_name: the name of the column, as in SAELens's configuration. An example is
@@ -149,7 +149,7 @@ def export_saelens(
     requests, widths = chosen(capture, [stream])
     width = widths[stream]
     storage = pa.list_(pa.list_(_arrow_type(dtype)))
-    # The name of the extension type of `datasets` in Arrow files.
+    # In Arrow files, `datasets` marks a column of matrices with this extension type.
     marks = {
         "ARROW:extension:name": "datasets.features.features.Array2DExtensionType",
         "ARROW:extension:metadata": json.dumps([[context_size, width], dtype]),
@@ -193,7 +193,8 @@ def export_saelens(
 
 
 def _context_starts(positions: np.ndarray, context_size: int) -> list[int]:
-    """The indices of rows at which a context of `context_size` consecutive positions begins."""
+    """The indices of the rows at which the contexts begin. A context has `context_size` consecutive
+    positions."""
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
     starts: list[int] = []
     for first, last in zip([0, *breaks.tolist()], [*breaks.tolist(), len(positions)], strict=True):

@@ -5,8 +5,9 @@ Runs:  the process that writes rows calls `stored_features`. Any process may cal
 To:    sinks.filesystem (writes), captured (reads).
 
 In a file, the features with the name NAME are stored as the stream `NAME.features`. The rows of the
-stream are float32 [n, 2 * places]. A row has first the indices of its features, then the values of
-these features. A place without a feature has the index -1.
+stream are float32 [n, 2 * places], with room for `places` features in each row. A row has first the
+indices of its features, then the values of these features. A place without a feature has the index
+-1.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from vllm_scope.request.read_features import ReadFeatures
 
 #: The name of a stream of features is the name of the features, followed by this ending.
 SUFFIX = ".features"
-#: float32 has each whole number up to this one.
+#: float32 can represent each whole number up to this one.
 MOST_INDEX = 1 << 24
 
 

@@ -64,7 +64,8 @@ def export_features(capture: Capture, path: str | Path, name: str) -> int:
     def tables() -> Iterator[Table]:
         for request in requests:
             table = _table(request.features(name))
-            # The dtypes are named, because a table of a request without tokens has no values.
+            # The dtypes are given, because pyarrow and torch cannot find them if a request has no
+            # tokens.
             uid = pa.array([request.manifest.uid] * len(table), pa.string())
             positions = torch.tensor(table["position"].to_pylist(), dtype=torch.int64)
             tokens = request.tokens_at(positions)

@@ -19,11 +19,11 @@ SUFFIXES = (".safetensors", ".npz")
 
 
 def not_read(error: OSError) -> None:
-    """Raise FileError for the error of a folder, for `os.walk`. By default, `os.walk` leaves out a
-    folder that cannot be read.
+    """Raise FileError if `os.walk` cannot read a folder. Callers pass this function to `os.walk`,
+    which otherwise leaves out such a folder without an error.
 
-    A folder that was removed meanwhile has no files. The folder `lost+found` at the root of a disk
-    belongs to the system.
+    Two kinds of folders raise no error: a folder that was removed meanwhile, and `lost+found`,
+    which belongs to the system.
     """
     is_gone = isinstance(error, FileNotFoundError | NotADirectoryError)
     if not is_gone and Path(error.filename).name != "lost+found":
@@ -51,21 +51,22 @@ class Folder(Protocol):
 
 
 class LocalFolder:
-    """A folder with all subfolders. If `only` is given, only this file of the folder."""
+    """The data files of a folder and of all its subfolders. If `only` is given, only the file of
+    the folder with this name."""
 
     def __init__(self, root: Path, only: str | None = None) -> None:
         self._root = root
         self._only = only
-        #: Maps the name of a file to (inode, size, modification time) of the file when the file was
-        #: first opened.
+        #: For the name of each opened file: the inode, the size and the modification time that the
+        #: file had when it was first opened.
         self._seen: dict[str, tuple[int, int, int]] = {}
 
     def names(self) -> list[str]:
         if self._only is not None:
             return [self._only]
         found: list[str] = []
-        # `os.walk` does not follow links to folders. Hidden files and folders are left out, because
-        # their files are not published yet.
+        # `os.walk` does not follow links to folders. Hidden files, and files in hidden folders, are
+        # left out, because they are not published yet.
         for folder, folders, names in os.walk(self._root, onerror=not_read):
             folders[:] = [name for name in folders if not name.startswith(".")]
             below = Path(folder).relative_to(self._root)

@@ -24,10 +24,11 @@ Status = Literal["ok", "partial", "error"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 
 FORMAT = 1
-#: Largest size in bytes of an index that is read. The index of a usual file is much smaller.
+#: Readers refuse an index that has more bytes than this number. The index of a usual file is much
+#: smaller.
 MAX_INDEX_BYTES = 1 << 30
-#: Largest number of pipeline stages in an index. Engines have fewer stages, but a damaged index may
-#: contain any number.
+#: Readers refuse an index with a larger number of pipeline stages. Engines have fewer stages, but a
+#: damaged index may contain any number.
 MAX_STAGES = 1024
 
 
@@ -69,7 +70,7 @@ class RequestRecord:
             the same uid.
         child: index of the completion if the request has n > 1.
         stage, num_stages: index of the pipeline stage of these rows, and number of stages.
-        owner: a digest of the API key of a request over HTTP. "" for other requests, at sinks in
+        owner: for a request over HTTP, a digest of its API key. "" for other requests, at sinks in
             `global_sinks`, and if `key_folders` is false.
         documents: the spans in the prompt of a harvested request, in order. Else empty.
         num_layers: the model's number of layers. None: not known.
@@ -110,8 +111,8 @@ class IndexedStream(msgspec.Struct, frozen=True):
         codec: the metadata from which `codecs.codec_from` makes the codec.
         file: the name of the file, in the folder of the index.
         first: the index of the request's first row in the file's stream.
-        features: for a stream of features, the features that were read. Other streams, and files
-            from earlier versions, lack this field.
+        features: for a stream of features, which features of the SAE were read. Other streams, and
+            files from earlier versions, lack this field.
     """
 
     shape: tuple[int, int]
@@ -171,8 +172,8 @@ class Index(msgspec.Struct, frozen=True):
     """The requests of one file.
 
     Attributes:
-        dtypes: in the layout `npz`, the real dtype of each tensor whose dtype numpy does not have,
-            by the tensor's name. The file has the bits of such a tensor as integers.
+        dtypes: only for the layout `npz`: maps the name of a tensor to the tensor's real dtype, if
+            numpy does not have this dtype. The file has the bits of such a tensor as integers.
     """
 
     layout: Literal["per_request", "packed", "sharded", "npz"]

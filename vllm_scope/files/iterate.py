@@ -35,7 +35,8 @@ _MOST_MAPPED = 512
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-#: (index of a stored stream, start, stop), for the rows `start` to `stop` - 1 of the stream.
+#: (index of a span, start, stop), for the rows `start` to `stop` - 1 of this span. A span is a
+#: StoredStream (see `_joined`).
 _Run = tuple[int, int, int]
 
 
@@ -74,8 +75,8 @@ def iter_rows(
         raise FileError(f"the rows are not of one shape and dtype: {sorted(shapes)}")
     spans = _joined(stored)
     for span in spans:
-        # An index can name more rows than its file has. The runs of these rows could fill the
-        # memory. A short span has few runs, and is checked when its rows are read.
+        # An index can name more rows than its file has. A list of the runs of so many rows could
+        # fill the memory. A short span has few runs, and is checked later, when its rows are read.
         if span.num_rows > POOL_RUNS * RUN_ROWS:
             span.check()
     runs = _runs(spans, RUN_ROWS if shuffle or part[1] > 1 else batch_size)
@@ -86,8 +87,8 @@ def iter_rows(
 
 
 def _joined(stored: Sequence[StoredStream]) -> list[StoredStream]:
-    """The streams that have rows. If the rows of some streams follow each other in a shard, these
-    streams are joined to one stream."""
+    """The streams that have rows, here called spans. If the rows of several streams follow each
+    other in a shard, these streams are joined to one span."""
     spans: list[StoredStream] = []
     for stream in stored:
         together = spans[-1].joined(stream) if spans else None
@@ -168,10 +169,10 @@ class _Pool:
 
     Attributes:
         memory: all memory from the row with the lowest address to the row with the highest address,
-            uint8 [bytes, bytes of a row]. Entry i begins at byte i, therefore entries overlap. Only
-            the runs' bytes are read.
+            uint8 [bytes, bytes of a row]. Entry i has the bytes of one row from byte i on.
+            Therefore entries overlap. Only the entries in `starts` are read.
         starts: the index of each row's first byte in `memory`, int64 [rows].
-        kept: the tensors whose memory `memory` uses. The tensors exist as long as the pool.
+        kept: the tensors that own the bytes of `memory`. The pool keeps these tensors alive.
     """
 
     def __init__(

@@ -17,14 +17,14 @@ from vllm_scope.files.index import RequestRecord
 MAX_CHARS = 100
 _PLAIN = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_CHARS - 1}}}")
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
-#: Endings that a name from `clean` must not have. A folder named `x.npz`, for example, could have
-#: the path of a data file.
+#: Endings that a name from `clean` must not have. A folder with the name `x.npz`, for example,
+#: could have the same path as the data file of a request with the name `x`.
 _OURS = (".json", ".safetensors", ".npz", ".")
 
 
 def clean(text: str) -> str:
-    """If the string is safe, the string itself. Else the beginning of the string, with `_` instead
-    of unsafe characters, followed by `~` and a digest of the whole string."""
+    """Returns a safe string unchanged. For any other string, returns the beginning of the string
+    with `_` instead of unsafe characters, then `~` and a digest of the whole string."""
     if _PLAIN.fullmatch(text) and not _RESERVED.fullmatch(text) and not text.endswith(_OURS):
         return text
     safe = re.sub(r"[^A-Za-z0-9_-]+", "_", text)[: MAX_CHARS - 20]

@@ -35,15 +35,16 @@ class FileOptions(BaseModel):
         fsync: if True, call fsync on each file before the file becomes visible, then call fsync on
             the folder of the file.
         file_mib: the layouts `packed` and `sharded` begin a new file when the tensors of a file
-            have this size. Both also begin a new file when the header of a file has about 32 MiB,
-            and `sharded` when the index of a file has 512 MiB.
+            have this size. They also begin a new file when the header of a file has about 32 MiB.
+            `sharded` also begins a new file when the index of a file has 512 MiB.
         packed_requests: the layout `packed` begins a new file after this number of requests.
         mode: the permissions of local files, as an octal number, such as '640'. If a user may read
             the files, the user may also enter the folders that the writer makes. The permissions of
             an existing root do not change.
-        key_folders: only for requests over HTTP and the layouts `per_request` and `npz`. If True,
-            each API key has a folder, whose name is `key-` and a digest. If False, all API keys
-            share the folders, and a request may replace the file of another API key.
+        key_folders: only for requests over HTTP, in the layouts `per_request` and `npz`. If True,
+            the files of each API key are in a separate folder, whose name is `key-` and a digest.
+            If False, all API keys share the folders, and a request may replace the file of another
+            API key.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -88,8 +89,9 @@ class FileOptions(BaseModel):
                     f"codec_options has {shown(name)}; codec {options.codec!r} takes "
                     f"{', '.join(own) or 'no options'}."
                 )
-        # Check the values of the codec's options before rows arrive. The width of rows is not known
-        # here. Therefore the codec's option `k` is checked with a width that allows this `k`.
+        # Check the values of the codec's options before rows arrive. The codec checks its option
+        # `k` against the width of the rows. This width is not known yet, so the check uses a width
+        # that allows this `k`.
         k = options.codec_options.get("k")
         width = min(k, MAX_HIDDEN_SIZE) if isinstance(k, int) and k > 0 else 1024
         make_codec(options.codec, width, torch.float32, **options.codec_options)

@@ -55,7 +55,7 @@ class PackedLayout(FileLayout):
             or self._header_bytes >= MOST_HEADER_BYTES
             or len(self._manifests) >= self._options.packed_requests
         ):
-            # Suppress the error here, because the futures of the requests have the error.
+            # Suppress the error here, because `Stored.published` of each request has the error.
             with suppress(FileError):
                 self.flush()
         return stored

@@ -27,13 +27,14 @@ KEY = "vllm_scope"
 
 
 def part_key(stream: str, part: str) -> str:
-    """The name of the tensor that has one part of a stream with a codec. For rows without a codec,
-    the name of the stream."""
+    """The name of the tensor that has one part of a stream, such as `resid_post.5.q`. The codecs
+    `none` and `fp16` make only the part `rows`, whose tensor has the name of the stream."""
     return stream if part == "rows" else f"{stream}.{part}"
 
 
 def tensors_of(request: FinishedRequest, prefix: str = "") -> dict[str, list[Tensor]]:
-    """The tensors of the request, by name. A tensor is a list of pieces along the first axis."""
+    """The tensors of the request, by name. A tensor is a list of pieces, to be joined along the
+    first axis."""
     found = {f"{prefix}token_ids": [request.token_ids]}
     for name, stream in request.streams.items():
         found[f"{prefix}{name}.positions"] = [torch.from_numpy(stream.positions)]

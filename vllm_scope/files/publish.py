@@ -1,6 +1,6 @@
 """Writes files that become visible only when they are complete.
 
-Owns:  LocalPublisher, and the lock file of each publisher. A locked file shows that its writer
+Owns:  LocalPublisher, and the lock file of each publisher. While a lock file is locked, its writer
        still runs.
 Runs:  in every process that writes files. Several publishers may share a root.
 
@@ -41,13 +41,14 @@ class Publisher(Protocol):
 
         Args:
             files: for each name, a function that writes the content to an empty, unbuffered file.
-                Names are relative to the root, with `/` between folders, and name files of one
-                folder.
+                A name is a path relative to the root, with `/` between folders. All files must be
+                in one folder.
 
         Raises:
             FileError: a file cannot be written. If a rename fails, files that were already renamed
-                stay visible, because the replaced files are gone. If the fsync of the folder fails,
-                all files stay visible. After any other failure, no new file is visible.
+                stay visible, because the files that they replaced are gone. If the fsync of the
+                folder fails, all files stay visible. After any other failure, no new file is
+                visible.
         """
         ...
 
@@ -57,7 +58,8 @@ class Publisher(Protocol):
 @contextmanager
 def whole_writes(file: BinaryIO) -> Iterator[BinaryIO]:
     """A buffered writer for `file`. When the `with` block ends, all bytes are written, or OSError
-    is raised. For libraries that do not check how many bytes `file.write` has written."""
+    is raised. Libraries that do not check how many bytes `file.write` has written need this
+    writer."""
     buffer = io.BufferedWriter(file, 1 << 20)
     try:
         yield buffer
@@ -130,8 +132,8 @@ class LocalPublisher:
                 os.fdatasync(file.fileno())
 
     def _keep_lock(self) -> None:
-        """Make the lock file again if it is gone, because the root was removed and made again. Else
-        the next writer would remove this writer's temporary files."""
+        """If the lock file is gone, for example because someone removed the root, make it again.
+        Without a lock file, the next writer would remove this writer's temporary files."""
         path = self._root / f".scope-{self.identity}.lock"
         with self._relocking:
             while self._lock >= 0 and not path.exists():
@@ -221,8 +223,8 @@ def _remove_leftovers(root: Path, own: str) -> None:
 def _is_locked(folder: Path, identity: str) -> bool:
     """True if the writer of a temporary file in `folder` has a lock file.
 
-    A writer makes its lock file before its temporary files. The lock file is in the writer's root,
-    which can be `folder` or any folder above it, because a root can lie below another root.
+    A writer makes its lock file before its temporary files. The lock file is in the writer's root.
+    The root is `folder` or any folder above it, because a root can lie below another root.
     """
     name = f".scope-{identity}.lock"
     return any(os.path.exists(above / name) for above in (folder, *folder.parents))
@@ -231,8 +233,9 @@ def _is_locked(folder: Path, identity: str) -> bool:
 def _removed(path: str) -> bool:
     """Remove a lock file if no process holds the lock. Returns True if the file is gone.
 
-    This process holds the lock while it removes the file. Another writer may have made the file and
-    not locked the file yet. The other writer then sees that the file is gone, and makes a new one.
+    This process holds the lock while it removes the file. Perhaps another writer has made the file,
+    and has not locked it yet. When the other writer then locks the file, it sees that the file is
+    gone, and makes a new one.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -252,8 +255,8 @@ def _removed(path: str) -> bool:
 
 
 def folder_mode(mode: int) -> int:
-    """The permissions of a folder whose files have these permissions. Who may read the files may
-    also list and enter the folder."""
+    """The permissions of a folder whose files have the permissions `mode`. A user who may read the
+    files may also list and enter the folder."""
     return 0o700 | mode | (mode & 0o444) >> 2
 
 

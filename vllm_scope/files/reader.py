@@ -52,7 +52,7 @@ class Capture:
         Raises:
             IndexError, KeyError: no request matches, or several requests match.
         """
-        if isinstance(which, SupportsIndex):  # an int, or a number of numpy or torch
+        if isinstance(which, SupportsIndex):  # an int, also of numpy or torch
             index = operator.index(which)
             if not -len(self) <= index < len(self):
                 raise IndexError(f"there is no request {index}; the capture has {len(self)}")
@@ -108,8 +108,8 @@ class Capture:
         may be smaller.
 
         If `shuffle` is False and the stream has no codec, a batch may be a view of the file.
-        `shuffle` reads runs of neighbouring rows, and mixes the rows of many runs. See
-        vllm_scope.files.iterate.
+        If `shuffle` is True, this method reads runs of neighbouring rows, and mixes the rows of
+        many runs. See vllm_scope.files.iterate.
 
         Args:
             shuffle: if True, yield rows in a random order. The same seed gives the same order.

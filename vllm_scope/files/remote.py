@@ -2,10 +2,10 @@
 
 Owns:  RemotePublisher, RemoteStaged, RemoteFolder, `read_remote`.
 
-Each file is written to a local temporary folder, uploaded under a temporary name, and then moved to
-its name. If rows of a file are used, a reader downloads the file, one time, to a temporary folder.
-The temporary folder exists as long as the reader. The downloaded files are mapped into memory like
-other local files.
+A publisher writes each file to a local temporary folder, uploads the file under a temporary name,
+and then moves the file to its name. When rows of a file are used for the first time, a reader
+downloads the file to a temporary folder. The temporary folder exists as long as the reader. The
+reader maps the downloaded files into memory like other local files.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def _file_system(url: str) -> tuple[AbstractFileSystem, str]:
 def _move(system: AbstractFileSystem, source: str, target: str) -> None:
     """Move a file.
 
-    fsspec's own `mv` takes a path with `*`, `?` or `[` for a pattern. A file system with another
-    `mv` renames the file.
+    fsspec's default `mv` treats a path with `*`, `?` or `[` as a pattern. Therefore, if a file
+    system has only this `mv`, the file is copied and then removed.
     """
     from fsspec import AbstractFileSystem
 

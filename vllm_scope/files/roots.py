@@ -47,14 +47,14 @@ def find_folder(path: str | os.PathLike[str]) -> Folder:
             return LocalFolder(root)
         if root.is_file():
             return LocalFolder(root.parent, root.name)
-    except OSError as error:  # for example, a folder on the way to the root may not be entered
+    except OSError as error:  # for example, this process may not enter a parent folder
         raise FileError(f"{shown(text)} cannot be read: {error.strerror}") from None
     raise FileError(f"{text} does not exist; name a file or a folder of captured rows.")
 
 
 def read_file(root: str, name: str) -> bytes | None:
-    """The content of a small file below a root. None if the file does not exist. Raises FileError,
-    and ConfigError as `find_folder`."""
+    """The content of a small file below a root. None if the file does not exist. Raises FileError
+    if the file cannot be read, and ConfigError for the same reasons as `find_folder`."""
     if "://" in root:
         return read_remote(root, name)
     try:

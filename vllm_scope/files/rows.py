@@ -36,7 +36,7 @@ class Stream:
         blocks: the n rows, in one or more blocks [some, hidden_size].
         codec: the codec of the rows, if the rows arrived encoded. The blocks then have the encoded
             bytes.
-        read: if the rows are features, the features that were read.
+        read: if the rows are features, which features of the SAE were read.
     """
 
     positions: Ints
@@ -50,8 +50,8 @@ class RequestWriter:
 
     Args:
         buffers: memory for copies of the rows.
-        copies: if False, keep rows on the CPU without a copy, provided that the rows fill at least
-            half of their storage. The caller must not change these rows before they are published.
+        copies: if False, rows on the CPU that fill at least half of their storage are kept without
+            a copy. The caller must not change these rows before they are published.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class RequestWriter:
             rows: [n, hidden_size], in the model's dtype, on any device. The rows can also be n
                 encoded rows, which are stored unchanged. The writer's codec is not applied to
                 encoded rows.
-            read: if the rows are features, the features that were read. All calls for a stream must
-                have the same value.
+            read: if the rows are features, which features of the SAE were read. All calls for a
+                stream must have the same value.
 
         Raises:
             ValueError: the shapes of the arguments do not fit together, or the shape, dtype or
@@ -132,7 +132,7 @@ class RequestWriter:
 def _fills_its_memory(rows: Tensor) -> bool:
     """True if the rows are on the CPU and take at least half of their storage.
 
-    If rows of other layers lie between these rows, the other rows count as used storage.
+    If rows of other layers lie between the rows, the storage of the other rows counts too.
     """
     used = len(rows) * rows.stride(0) * rows.itemsize
     return rows.device.type == "cpu" and 2 * used >= rows.untyped_storage().nbytes()

@@ -6,15 +6,16 @@
     resid_post.5.token_ids   int32 [tokens]          the token of each row
     token_ids                int32 [all tokens]      prompt and output of all requests
     vllm_scope               uint8 [bytes]           the index, as JSON
-    resid_post.5.<name>      tensors that the writer's `Summary` makes of the rows, if it has one
+    resid_post.5.<name>      tensors that a `Summary` makes of the rows, if the writer has one
 
 A `.json` file in the same folder has the same index, for people. In the shard, the index is a
-tensor. The index is not in the header of the file, because a safetensors header has a size limit,
-and the index of many small requests can be larger.
+tensor. The index is not in the header of the file, because a safetensors header has a size limit.
+The index of many small requests can exceed this limit.
 
 Owns:  ShardedLayout, and the shards that it fills.
-Runs:  `add` on the caller's thread keeps the pieces without a copy. Two or more threads write
-       shards. While one thread waits for the disk, another thread can fill the page cache.
+Runs:  `add` runs on the caller's thread, and keeps the pieces of a request without a copy. Two or
+       more other threads write shards. While one thread waits for the disk, another thread can fill
+       the page cache.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ from vllm_scope.files.tensors import MOST_HEADER_BYTES, entry_bytes, joined, wri
 #: waits.
 NUM_WRITERS = 2
 #: Largest number of shards that are filled at the same time. Rows of one stream with different
-#: codecs need different shards. If another shard is needed, the oldest shard is written.
+#: codecs need different shards. If one more shard is needed, the oldest shard is written first.
 MOST_OPEN = 4
 #: A shard is also full if its index has this number of bytes. The last request of the shard can
-#: exceed this number, and the reader accepts twice this number.
+#: make the index larger. Readers accept an index of twice this size.
 MOST_INDEX_BYTES = MAX_INDEX_BYTES // 2
-#: Smallest number of rows of a block that is decoded for a Summary. The last block can be smaller.
+#: If rows are decoded for a Summary, each block has at least this number of rows. Only the last
+#: block can be smaller.
 BLOCK_ROWS = 4096
 #: A function that gets the decoded rows of one stream of a shard, in blocks [some, hidden_size],
 #: and returns tensors by name. The threads that write shards call this function.
@@ -61,7 +63,8 @@ class _Rows:
     """The rows of one stream in a shard.
 
     Attributes:
-        parts: the pieces of each part of the codec, from all requests, by the name of the part.
+        parts: maps the names of the codec's parts to the parts of the rows of all requests. A part
+            is one tensor, given as a list of pieces along the first axis.
         requests: for each request that has rows in this stream, the request's number in the index.
         firsts: for each request in `requests`, the index of its first token in the shard's token
             ids.
@@ -76,8 +79,8 @@ class _Rows:
     positions: list[Ints] = field(default_factory=list)
 
     def tensors(self, name: str, token_ids: Tensor) -> dict[str, list[Tensor]]:
-        """The pieces of each tensor of the stream `name`, by the tensor's name. `token_ids` are the
-        token ids of the whole shard, int32."""
+        """The tensors of the stream `name`. Maps the name of each tensor to its pieces. `token_ids`
+        are the token ids of the whole shard, int32."""
         counts = [len(positions) for positions in self.positions]
         positions = np.concatenate(self.positions)
         tokens = positions + np.repeat(self.firsts, counts)
@@ -96,8 +99,8 @@ class _Shard:
     Attributes:
         nbytes: number of bytes of the shard's tensors so far, without the index.
         index_bytes: number of bytes of the manifests in the index so far.
-        header_bytes: number of bytes of the header so far, at most. The tensors of a Summary are
-            not counted.
+        header_bytes: an upper bound of the header's number of bytes so far. The tensors of a
+            Summary are not counted.
         published: a future that is done when the file is visible. If the file was not written, the
             future has the exception.
     """
@@ -112,8 +115,8 @@ class _Shard:
         self._streams: dict[str, _Rows] = {}
 
     def fits(self, request: FinishedRequest) -> bool:
-        """True if each stream that the shard and the request have in common has the same width,
-        dtype and codec in the shard and in the request."""
+        """True if the rows of the request can join the rows of the shard. Each stream that is in
+        both must have the same width, dtype and codec in both."""
         known = self._streams
         return all(
             name not in known or known[name].codec == stream.codec
@@ -166,7 +169,7 @@ class _Shard:
         a Summary is faster with one large block than with many small blocks."""
         codec, pieces = self._streams[stream].codec, self._streams[stream].parts
         names = list(codec.part_names)
-        if codec.codec == "none":  # without a codec, the rows of each long request are one block
+        if codec.codec == "none":  # `joined` joins the rows of short requests
             yield from joined(pieces[names[0]])
             return
         waiting: list[tuple[Tensor, ...]] = []
@@ -227,8 +230,8 @@ class ShardedLayout(FileLayout):
         return stored
 
     def _rotate(self, shard: _Shard) -> list[Future[None]]:
-        """Let a thread write a shard. Returns a list with the future of this call, or an empty list
-        if the shard is empty."""
+        """Give a shard to a thread, which writes the shard. Returns a list with the future of the
+        write, or an empty list if the shard is empty."""
         self._open.remove(shard)
         if not shard.manifests:  # `add` failed for the first request of the shard
             return []
@@ -236,14 +239,14 @@ class ShardedLayout(FileLayout):
         self._writing.append(written)
         if len(self._writing) > self._num_writers:
             wait(self._writing, return_when=FIRST_COMPLETED)
-        # If writing a shard has failed, the futures of the shard's requests have the error.
+        # If a write has failed, `Stored.published` of the shard's requests has the error.
         self._writing = [one for one in self._writing if not one.done()]
         return [written]
 
     def flush(self) -> None:
         written = [one for one in self._writing if not one.done()]
         for shard in list(self._open):
-            written += self._rotate(shard)  # the writing can have failed already
+            written += self._rotate(shard)  # the write may have failed already
         self._writing = []
         failures = [error for future in written if (error := future.exception()) is not None]
         if failures:

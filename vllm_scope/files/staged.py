@@ -29,7 +29,8 @@ from vllm_scope.errors import FileError
 from vllm_scope.files.publish import folder_mode, fsync_folder
 from vllm_scope.files.remote import RemoteStaged
 
-#: The name of the folder, below a root, that contains the places. Readers ignore hidden folders.
+#: The name of the folder, below a root, that contains the hidden folders (the places). Readers
+#: ignore hidden folders.
 FOLDER = ".engines"
 
 

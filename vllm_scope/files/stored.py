@@ -72,9 +72,9 @@ class EncodedStream:
 
     Attributes:
         positions: the rows' positions, [num_rows].
-        parts: the pieces of each part of the codec, along the first axis, by the name of the part.
-            Each part has at least one piece.
-        read: if the rows are features, the features that were read.
+        parts: maps the names of the codec's parts to the parts of these rows. A part is one tensor,
+            given as a list of one or more pieces along the first axis.
+        read: if the rows are features, which features of the SAE were read.
     """
 
     positions: Ints
@@ -112,7 +112,8 @@ class FinishedRequest:
     def manifest(
         self, file: str, firsts: dict[str, int] | None = None, number: int = 0, first_token: int = 0
     ) -> IndexedRequest:
-        """The manifest of this request, which has the index `number` among the requests in `file`.
+        """The manifest of this request in `file`. `number` is the request's index among the
+        requests of this file.
 
         Args:
             firsts: for each stream, the index of the request's first row in the file's stream.
@@ -171,12 +172,13 @@ class FileLayout(ABC):
 
     @abstractmethod
     def add(self, request: FinishedRequest) -> Stored:
-        """Add a request to a file. If the layout has one file per request, raises FileError if the
-        file cannot be written. In other layouts, `Stored.published` has the error."""
+        """Add a request to a file. A layout with one file per request raises FileError if it cannot
+        write the file. With other layouts, `Stored.published` has the error."""
 
     def flush(self) -> None:  # noqa: B027
-        """Wait until every request is published or has failed. Raises FileError if a file fails
-        now. The error of an earlier file may be only in `Stored.published`."""
+        """Wait until every request is published or has failed. Raises FileError if a file cannot be
+        written during this call. If an earlier file could not be written, the error may be only in
+        `Stored.published`."""
 
     def close(self) -> None:
         """Call `flush`, then end the threads of the layout."""

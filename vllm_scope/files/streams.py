@@ -41,7 +41,8 @@ class OpenFiles:
         """Raises FileError if the file is damaged, or was replaced after its index was read."""
         index = self.indexes[name]
         found = open_data(self._folder, name, index.dtypes)
-        # A LocalFolder notices that a file was replaced. Files of many requests have new names.
+        # A LocalFolder itself notices that a file was replaced. The names of `packed` and `sharded`
+        # files are never used again, so no other file can replace such a file.
         if not isinstance(self._folder, LocalFolder) and index.layout in ("per_request", "npz"):
             path = self._folder.local(name)
             if read_index(LocalFolder(path.parent, path.name), path.name) != index:
@@ -100,8 +101,8 @@ class StoredStream:
         return self._decode(parts, len(index))
 
     def joined(self, other: StoredStream) -> StoredStream | None:
-        """This stream and `other` as one stream, if the rows of `other` follow the rows of this
-        stream in the file, and their codec is rowwise. Else None."""
+        """This stream and `other` as one stream. None if the rows of `other` do not follow the rows
+        of this stream in the file, or if the codec cannot decode single rows."""
         if (
             self.codec.rowwise
             and (self.name, self.key, self.codec) == (other.name, other.key, other.codec)

@@ -28,21 +28,21 @@ from vllm_scope.files.publish import write_bytes
 #: safetensors format allows 100 MB.
 MAX_HEADER_BYTES = 64 << 20
 #: A file of several requests is full if its header has about this number of bytes. The last request
-#: of the file can exceed this number.
+#: of the file can make the header larger.
 MOST_HEADER_BYTES = MAX_HEADER_BYTES // 2
-#: Largest number of bytes of a tensor's entry in a header without the name of the stream, which is
-#: the end of the tensor's name, the dtype, two lengths and two offsets.
+#: Largest number of bytes of a tensor's entry in a header, without the name of the stream. These
+#: bytes are the end of the tensor's name, the dtype, two lengths and two offsets.
 _ENTRY_BYTES = 120
-#: The largest number of dimensions of a tensor in a file that is read. Tensors of captured rows
-#: have one or two dimensions.
+#: Readers refuse a file that has a tensor with more dimensions than this number. Tensors of
+#: captured rows have one or two dimensions.
 MAX_DIMS = 8
 #: Largest number of elements of a tensor. torch has the same limit.
 _MAX_NUMBERS = (1 << 63) - 1
 #: Pieces with fewer bytes are joined, because a system call for each piece costs more than a copy.
 _SMALL_BYTES = 1 << 16
-#: If a block has the rows of several layers, there are gaps between the rows of one layer. The
-#: writer copies this number of bytes at a time. The copied rows are then written to the file while
-#: they are still in the cache of a core.
+#: Number of bytes that the writer copies at a time if there are gaps between the rows of a piece.
+#: For example, there are gaps if one block of memory has the rows of several layers. With this
+#: size, the copied rows are still in the cache of a core when they are written to the file.
 _COPIED_BYTES = 1 << 19
 
 CODE_OF = {
@@ -67,8 +67,9 @@ def write_tensors(
 
     Args:
         file: an unbuffered, empty file.
-        tensors: for each name, at least one piece of the tensor along the first axis. All pieces of
-            a tensor have the same dtype and the same lengths of the other axes.
+        tensors: for each name, a tensor as a list of one or more pieces. A tensor consists of its
+            pieces, joined along the first axis. Therefore the pieces have the same dtype, and the
+            same lengths of all other axes.
         metadata: the header's metadata.
     """
     # Write tensors with wide dtypes first. Each tensor is then aligned when the file is mapped.
@@ -106,8 +107,7 @@ def _in_turn(piece: Tensor) -> Iterator[Tensor]:
 def head_of(
     tensors: Iterable[tuple[str, str, list[int], int]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """The bytes of a file before the first tensor. The first bytes are the length of the header,
-    and then comes the header.
+    """The bytes of a file before the first tensor: the length of the header, then the header.
 
     Args:
         tensors: (name, code of the dtype, shape, number of bytes) of each tensor, in file order.
@@ -131,8 +131,8 @@ def head_of(
 
 
 def entry_bytes(stream: str) -> int:
-    """An upper bound of the number of bytes that a header has for a tensor of this stream. In JSON,
-    some characters of the stream's name take 6 bytes."""
+    """The largest number of bytes that the entry of a tensor of this stream takes in a header. The
+    stream's name is encoded first, because some characters take 6 bytes in JSON."""
     return len(msgspec.json.encode(stream)) + _ENTRY_BYTES
 
 
@@ -176,8 +176,7 @@ class Header(msgspec.Struct, frozen=True):
 
 
 def read_header(file: BinaryIO, size: int, where: str, mark: str | None = None) -> Header:
-    """Read and check a safetensors header. If a size in the header is larger than the file,
-    `read_header` raises an error.
+    """Read and check a safetensors header.
 
     Args:
         file: the file, at its first byte.
@@ -228,7 +227,7 @@ def _check(name: str, tensor: HeaderTensor, data_bytes: int, where: str) -> None
         )
     if min(shape, default=0) < 0 or not 0 <= start <= stop <= data_bytes:
         raise FileError(f"{where}: {shown(name)} does not lie within the file")
-    # torch multiplies the lengths of all axes for the strides, also in an empty tensor.
+    # To compute the strides, torch multiplies the lengths of the axes, also if the tensor is empty.
     numbers = math.prod(max(length, 1) for length in shape)
     num_bytes = 0 if 0 in shape else numbers * dtype.itemsize
     if num_bytes != stop - start or numbers > _MAX_NUMBERS:

@@ -99,7 +99,7 @@ class Writer:
             ]
         first = found.blocks[0]
         codec = self._codec(first.shape[1], first.dtype)
-        # A codec that is not rowwise encodes all rows of the stream at once.
+        # A codec that is not rowwise, such as zstd, encodes all rows of the stream at once.
         blocks = found.blocks if codec.rowwise else [torch.cat(found.blocks)]
         return codec, [codec.encode(block) for block in blocks]
 
@@ -113,7 +113,8 @@ class Writer:
 
     def flush(self) -> None:
         """Wait until the file of each finished request is visible or has failed. Raises FileError
-        if a file fails now. The error of an earlier file may be only in `Stored.published`."""
+        if a file cannot be written during this call. If an earlier file could not be written, the
+        error may be only in `Stored.published`."""
         self._layout.flush()
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ The code of `vllm_scope.harvest` begins in start.py.
 
 start.py       checks a harvest's arguments, locks its folder, and starts its engine
 documents.py   reads data sets as documents with ids, and computes fingerprints of data sets
-contexts.py    makes prompts from documents, which are truncated, split or packed
+contexts.py    makes prompts (contexts): truncates, splits or packs documents
 skipped.py     counts the documents and contexts that a harvest skips, with the reasons
 computing.py   computes the rows of documents with an engine
 engines.py     protocols of the engine that computes rows and of the store that writes the rows

@@ -18,7 +18,7 @@ from vllm_scope.harvests.engines import Engine, EngineFacts, Rows
 from vllm_scope.harvests.skipped import Skipped
 from vllm_scope.request.actions import Read
 
-#: The largest number of contexts in the queue from the thread that makes contexts to the engine.
+#: The largest number of contexts that wait for the engine. A thread makes these contexts.
 _AHEAD = 512
 
 
@@ -75,7 +75,7 @@ def rows_of(
     prompts = ((context, context.token_ids) for context in contexts)
     with closing(engine.compute(prompts, reads)) as computed:
         for context, rows in computed:
-            rows.columns()  # `status` takes less time after this call
+            rows.columns()  # after this call, `status` takes less time
             if rows.status != "complete":
                 raise ScopeError(
                     f"the rows of document {shown(context.name)} are {rows.status}: "

@@ -5,7 +5,7 @@
                the document can be shorter.
     pack       All documents are joined in order, and cut into contexts of equal length. Only the
                last context can be shorter. Each text ends with the end-of-text token, if there is
-               one. A token attends also to the earlier documents of its context.
+               one. A token also attends to tokens of earlier documents in its context.
 
 Owns:  Context, `contexts_of`, `prefetched`.
 Runs:  on the thread that `prefetched` starts. This thread reads and tokenizes documents while the
@@ -51,8 +51,8 @@ class Context:
 
     @property
     def name(self) -> str:
-        """The first document's id. If the context does not begin at the document's first token, a
-        colon and the index of the context's first token in the document follow the id."""
+        """The first document's id. If the context does not begin at the document's first token, the
+        name is ID:INDEX, with the index of the context's first token in the document."""
         first = self.spans[0]
         return first.document if first.first == 0 else f"{first.document}:{first.first}"
 
@@ -74,7 +74,7 @@ def contexts_of(
 
     Args:
         size: the largest number of tokens of a context.
-        end: the token id that is added to each packed text, or None if no token is added.
+        end: the token id that is added to the end of each packed text. None: no token is added.
     """
     tokenized = _tokenized(documents, encode, end if long == "pack" else None)
     return _packed(tokenized, size) if long == "pack" else _single(tokenized, size, long)

@@ -30,7 +30,8 @@ from vllm_scope.request.bounded_json import is_unicode
 #: If the caller names no column, a document is in the first of these columns that has a value.
 COLUMNS = ("text", "input_ids", "token_ids", "tokens")
 SUFFIXES = (".parquet", ".jsonl", ".txt")
-#: The number of a Parquet file's bytes in one call of the hash, and of its rows in one read.
+#: The number of bytes of a Parquet file that are hashed in one call, and the number of its rows
+#: that are read at a time.
 _CHUNK, _BATCH = 1 << 20, 256
 #: The inode, size and modification time of a file.
 _Stamp = tuple[int, int, int]
@@ -54,7 +55,7 @@ class Documents:
 
     Attributes:
         source: the name or path of the data set, for error texts and the manifest. `?` replaces
-            bytes of a path that are no UTF-8.
+            bytes of a path that are not UTF-8.
         fingerprint: hexadecimal digits. Data sets with different content have different digits.
         count: the number of documents.
         column: the column of texts or token ids, or None for the first of COLUMNS with a value.
@@ -151,9 +152,9 @@ def find_documents(
 
     Raises:
         FileError: there is no such data set, or a file cannot be read.
-        SpecError: the kind of the data set is unknown, a package that reads it is missing, JSON
-            cannot contain the rows of a list, or the first row of the data set or of a file has no
-            document, or no valid id.
+        SpecError: the kind of the data set is unknown, a package that reads it is missing, a list
+            has a row that JSON cannot contain, or the first row of the data set or of a file has no
+            document or no valid id.
     """
     if isinstance(dataset, list | tuple):
         rows = [row if isinstance(row, Mapping) else {COLUMNS[0]: row} for row in dataset]
@@ -173,7 +174,7 @@ def find_documents(
     try:
         files = [path] if path.is_file() else sorted(_files(path))
         is_there = path.exists()
-    except OSError as error:  # for example, a folder on the way to the path may not be entered
+    except OSError as error:  # for example, this process may not enter a parent folder
         raise FileError(f"{shown(str(path))} cannot be read: {error.strerror}") from None
     if files:
         return _of_files(path, files, column, id_column)
@@ -194,7 +195,7 @@ def _checked(documents: Documents) -> Documents:
 
 def _files(folder: Path) -> Iterator[Path]:
     """The files of a folder and its subfolders, in any order. Raises FileError if a folder cannot
-    be read. `Path.rglob` would leave out the files of this folder."""
+    be read. `Path.rglob` would leave out such a folder without an error."""
     for inside, folders, names in os.walk(folder, onerror=not_read):
         folders[:] = [name for name in folders if not name.startswith(".")]
         paths = (Path(inside, name) for name in names if not name.startswith("."))
@@ -254,8 +255,9 @@ def _stamp(file: Path) -> _Stamp:
 def _same_rows(
     file: Path, stamp: _Stamp, wanted: Collection[str | None]
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a file. Raises FileError if the file has another stamp before its first row
-    or after its last row, because the fingerprint is then not the fingerprint of these rows."""
+    """Yield the rows of a file. Raises FileError if the file's stamp differs before the first row
+    is read, or after the last row. The fingerprint does not belong to the rows of a changed
+    file."""
     for rows in (_rows(file, wanted), ()):
         if _stamp(file) != stamp:
             raise FileError(
@@ -336,7 +338,8 @@ def _load(name: str, split: str, config: str | None) -> Any:
 
 
 def _of_library(found: Any, source: str, column: str | None, id_column: str | None) -> Documents:
-    """The documents of a `datasets.Dataset`, whose fingerprint includes content and transforms."""
+    """The documents of a `datasets.Dataset`. The fingerprint of such a data set depends on its
+    content and its transforms."""
     fingerprint = getattr(found, "_fingerprint", None)
     if not isinstance(fingerprint, str) or not isinstance(found, Iterable):
         raise SpecError(

@@ -29,7 +29,8 @@ class Rows(Protocol):
 
 
 class EngineFacts(Protocol):
-    """What a harvest must know of an engine to make prompts, and the settings of the engine."""
+    """The properties of an engine that a harvest needs to make prompts, and the engine's
+    settings."""
 
     @property
     def model(self) -> str: ...

@@ -6,10 +6,11 @@
 vLLM's EngineCore does not notice that its front-end was killed. Without a guard, EngineCore would
 keep the device's memory, and a new engine could not start.
 
-Owns:  `guard` (for an engine whose process does nothing else), `guarded` (for an engine that the
-       caller's process starts).
-Runs:  in one small process for each engine. The guard waits until the process PID has ended. A pipe
-       from PID would not show this end, because processes that PID forked keep the pipe open.
+Owns:  `guard`, for an engine in a process that has no other work; `guarded`, for an engine that the
+       caller's process starts.
+Runs:  in one small process for each engine. The guard waits until the process PID has ended. The
+       guard does not wait on a pipe from PID, because processes that PID forked keep such a pipe
+       open.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from contextlib import contextmanager, suppress
 
 
 def guard() -> None:
-    """Start a guard. After this process has ended, the guard kills the processes of its group.
+    """Start a guard. After this process has ended, the guard kills all processes of this process's
+    group.
 
-    If this process does not lead a group yet, this call puts this process into a new group, so that
-    Ctrl-C in the terminal does not end this process. Processes that this process starts later, and
-    their children, are in the same group.
+    If this process does not lead a process group yet, this function makes a new group for it.
+    Ctrl-C in the terminal then does not end this process. Processes that this process starts later,
+    and their children, are in the same group.
     """
     with suppress(PermissionError):  # this process already leads a group
         os.setsid()
@@ -39,7 +41,8 @@ def guard() -> None:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Start a guard. After this process's end, the guard kills what the `with` block has started.
+    """Start a guard. After this process has ended, the guard kills the processes that the `with`
+    block has started.
 
     The guard starts when the block ends without an exception. The guard has a separate session, so
     that a signal to this process's group does not end the guard. If all guarded processes end
@@ -72,14 +75,16 @@ def _started() -> set[int]:
     return found
 
 
-#: The guards. Python warns if a Popen object is deleted while the process of the Popen runs.
+#: The Popen objects of the guards. They are kept here, because Python warns if a Popen object is
+#: deleted while its process runs.
 _guards: list[subprocess.Popen[bytes]] = []
 
 
 def _main() -> None:
     parent, *children = map(int, sys.argv[1:])
     running = []
-    # Without children, the guard lists its own id, so that it waits until PID has ended.
+    # Without children, the list has only the guard itself. The guard still runs, so `_gone_before`
+    # returns only after PID has ended.
     for pid in children or (os.getpid(),):
         with suppress(ProcessLookupError):
             running.append(os.pidfd_open(pid))
@@ -103,7 +108,7 @@ def _gone_before(parent: int, others: list[int]) -> bool:
         fd = os.pidfd_open(parent)
     except ProcessLookupError:
         return True
-    if os.getppid() != parent:  # the parent has ended, and its id can be another process's now
+    if os.getppid() != parent:  # the parent has ended, and another process may now have its id
         return True
     while others:
         ready = select.select([fd, *others], [], [])[0]

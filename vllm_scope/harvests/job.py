@@ -58,7 +58,7 @@ class Harvest:
     Attributes:
         out: the folder or URL of the shards. `vllm_scope.open(out)` reads the rows.
         computed: number of contexts that this run computed. Earlier runs computed the other
-            contexts.
+            contexts of the harvest.
     """
 
     out: str
@@ -124,8 +124,9 @@ class Job:
         """The harvest, if it is complete and its folder has every shard of the manifest. Else None.
 
         Args:
-            model: the engine, or the name of its model. With a name, the engine's settings are not
-                known. The result is then None, unless an earlier run had the same options.
+            model: the engine, or the name of its model. If only the name is given, the engine's
+                settings are not known. The result is then None, unless an earlier run started its
+                engine with the same options.
 
         Raises:
             ConfigError, FileError, SpecError: the errors of `earlier` and `settings_with`.

@@ -4,8 +4,8 @@ Owns:  HarvestManifest, Run, `check_same`, and the lock of a local folder.
 From:  shards.   To: job, views, and programs that read the manifest.
 
 A harvest writes the settings before the first shard. Each run computes the counts and figures from
-the shards again. A run computes the hash of an earlier run's shard only if the manifest does not
-have the shard, or has another size for the shard.
+the shards again. The hash of an earlier run's shard is in the manifest. A run computes this hash
+again only if the manifest does not have the shard, or has another size for the shard.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FORMAT = 1
 
 
 class Run(msgspec.Struct, frozen=True):
-    """The entry of one run in the manifest, which is made when the run starts.
+    """The entry of one run in the manifest. The run makes the entry when it starts.
 
     Attributes:
         started: the time of the start in UTC, as ISO 8601.
@@ -52,12 +52,12 @@ class HarvestManifest(msgspec.Struct, frozen=True):
         settings: the settings that change the rows. A run with other settings is refused.
         dataset: the name or path of the data set.
         documents: the number of documents in the data set.
-        complete: whether each document that has tokens is in the shards, or was skipped.
-        totals: the sums of the numbers of all shards (the attributes of Shard, with `bytes` for
-            `num_bytes`). A complete harvest also has `empty`, the number of documents without
+        complete: True if each document that has tokens is in the shards, or was skipped.
+        totals: for each number that Shard has, the sum over all shards. The sum of `num_bytes` has
+            the name `bytes`. A complete harvest also has `empty`, the number of documents without
             tokens, and `skipped`, the number of skipped texts and contexts.
-        skipped: maps the names of the first 20 skipped texts and contexts of a complete harvest to
-            the reasons.
+        skipped: for a complete harvest, maps the names of the first 20 skipped texts and contexts
+            to the reasons.
         streams: maps `site.layer` to the figures of this stream (`Statistics.to_json`).
     """
 
@@ -114,8 +114,9 @@ def check_same(manifest: HarvestManifest, settings: Mapping[str, Any], root: str
 
 
 #: Maps the real path of each folder that this process has locked to the holder of the lock. The
-#: kernel's lock alone does not suffice, because the kernel also gives the lock to a second thread
-#: of this process, and releases the lock when this process closes any descriptor of the file.
+#: kernel's lock alone does not suffice, because it belongs to the whole process: the kernel also
+#: gives the lock to a second thread of this process. The kernel also releases the lock when this
+#: process closes any descriptor of the file.
 _held: dict[str, object] = {}
 
 

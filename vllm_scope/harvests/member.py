@@ -1,6 +1,6 @@
 """One of several engines, each in a separate process. Each engine writes its own shards.
 
-Owns:  Member, the arguments of a member's start (Setup), and a member's answers (Facts, News).
+Owns:  Member, Setup (the arguments of `Member.start`), Facts and News (the answers of a Member).
 Runs:  in a process that a pool has started. Calls arrive on several threads. The engine runs on one
        thread of the member.
 From:  several (the calls).   To: storing.
@@ -52,7 +52,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a member says about its engine. All engines of a harvest must have equal `settings`."""
+    """A member's description of its engine. All engines of a harvest must have equal `settings`."""
 
     host: str
     model: str
@@ -113,7 +113,8 @@ class Member:
         )  # fmt: skip
 
     def stay(self) -> None:
-        """Never return. When this process ends, the future of this call raises EngineLostError."""
+        """Wait until this process ends. The caller's future of this call then raises
+        EngineLostError."""
         threading.Event().wait()
 
     def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
@@ -136,7 +137,7 @@ class Member:
         """Wait until all received contexts are computed and their rows are visible.
 
         Args:
-            drop: whether the contexts that still wait for the engine are left out.
+            drop: True if the contexts that still wait for the engine are left out.
 
         Raises FileError if this process cannot write a shard, and the engine's error if the engine
         has failed.

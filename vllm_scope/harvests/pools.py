@@ -44,7 +44,8 @@ class Pool(Protocol):
     def start(self, number: int) -> Handle:
         """Start a Member in a new process, as engine `number`. Numbers start at 0.
 
-        A process that replaces a lost process gets the same number (and, from Processes, its GPUs).
+        A process that replaces a lost process gets the same number. In the pool Processes, it also
+        gets the GPUs of the lost process.
         """
         ...
 

@@ -78,7 +78,8 @@ class _Process:
     def __init__(self, devices: list[str]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        # The process is not a daemon. In Python, a daemon cannot start processes, and vLLM does.
+        # The process is not a daemon, because vLLM starts processes, which Python forbids to a
+        # daemon.
         self._process = context.Process(target=_serve, args=(theirs, devices))
         self._process.start()
         assert self._process.pid is not None
@@ -100,7 +101,7 @@ class _Process:
             try:
                 self._pipe.send((number, method, args))
             except OSError:
-                pass  # the process has ended, and `_take` finds this out
+                pass  # the process has ended, which `_take` notices
             except BaseException:  # an argument cannot be pickled
                 del self._futures[number]
                 raise
@@ -116,8 +117,8 @@ class _Process:
 
     def _kill(self) -> None:
         if self._process.is_alive():
-            # The member's guard kills these processes too, but can do so after this wait.
-            with suppress(ProcessLookupError):  # the member has no group of its own yet
+            # The member's guard also kills these processes, but perhaps too late for this method.
+            with suppress(ProcessLookupError):  # the member does not lead a group yet
                 os.killpg(self._pid, signal.SIGKILL)
             self._process.kill()
         self._process.join()
@@ -195,5 +196,6 @@ def _serve(pipe: Connection, devices: list[str]) -> None:
     with suppress(EOFError, OSError):
         while True:
             threads.submit(answer, *pipe.recv())
-    # This call works even if the engine is busy. The guard then ends the engine's processes.
+    # `os._exit` ends this process even if the engine is busy. The guard then ends the engine's
+    # processes.
     os._exit(0)

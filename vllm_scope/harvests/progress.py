@@ -34,7 +34,7 @@ class Progress(AbstractContextManager["Progress"]):
         computed.
 
         Args:
-            skipped: number of documents that the harvest has skipped so far. All skipped documents
+            skipped: number of documents that the harvest has skipped so far. Skipped documents also
                 count as finished.
         """
         self._num_tokens += len(context.token_ids)

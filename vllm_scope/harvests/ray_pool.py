@@ -28,7 +28,7 @@ class RayPool:
             not set, the pool starts a cluster on this host, and `close` ends this cluster. If this
             process is already connected to Ray, the pool uses the existing connection.
         count: the number of engines. None means the largest number for which the cluster has GPUs
-            and CPUs, or one engine in a cluster without GPUs.
+            and CPUs. In a cluster without GPUs, None means one engine.
         gpus: the number of GPUs of each engine. All GPUs of an engine are on one host.
 
     Attributes:

@@ -8,8 +8,8 @@ From:  job (contexts).   To: members, in processes that a pool starts.
 
 Promise: each context is in exactly one visible shard, even if engines are lost. A shard is visible
 only after this process has moved the shard to the root folder. If an engine is lost, this process
-moves the engine's finished shards, and other engines compute the engine's other contexts. An
-unfinished shard is never visible.
+moves the engine's finished shards to the root. Other engines compute the contexts that are in no
+finished shard. An unfinished shard is never visible.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from vllm_scope.request.actions import Read
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: The most contexts in one call of `Member.give`, and the most such calls that wait for the answer
-#: of one member.
+#: CHUNK is the most contexts in one call of `Member.give`. MOST_CALLS is the most calls of `give`
+#: to one member that have no answer yet.
 CHUNK, MOST_CALLS = 32, 2
-#: The harvest ends if more engines than this are lost one after another without a new shard.
+#: The harvest ends if more than this number of engines are lost one after another, and no shard
+#: becomes visible between the losses.
 MOST_LOST = 3
 #: The most seconds that a harvest waits for engines that close. A harvest that ends early also
 #: waits at most this long for engines that write their computed rows.
@@ -125,7 +126,8 @@ class SeveralEngines:
             raise
 
     def _begin(self, seat: _Seat, facts: Facts) -> None:
-        """Keep the facts of a started engine. Raises ConfigError if engines' settings differ."""
+        """Store the Facts of a started engine. Raises ConfigError if its settings differ from the
+        settings of the first engine."""
         seat.calls.clear()
         first = self._facts = self._facts or facts
         for name, value in first.settings.items():
@@ -168,7 +170,7 @@ class SeveralEngines:
     def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         """The token ids of each text.
 
-        Each call asks the next engine in turn. The thread that makes contexts calls this method.
+        Successive calls ask the engines in turn. The thread that makes contexts calls this method.
         """
         while not self._closed:
             ready = [seat for seat in self._seats if seat.facts is not None]
@@ -179,12 +181,12 @@ class SeveralEngines:
                     found: Sequence[Sequence[int]] = member.call("encode", texts).result()
                     return found
                 except EngineLostError:
-                    pass  # the job's thread finds out too that the engine is lost, and replaces it
+                    pass  # the job's thread also notices the loss, and replaces the engine
             time.sleep(0.05)
         raise ScopeError("the engines of this harvest have ended.")
 
     def compute(self, contexts: Iterable[Context]) -> Generator[Context]:
-        """As in Store."""
+        """Compute contexts. See Store.compute."""
         chunks = _Chunks(contexts)
         try:
             while True:
@@ -199,7 +201,7 @@ class SeveralEngines:
                         self._untold |= {one.key: one for one in chunks.take()}
                         continue
                     seat = of[future]
-                    # An earlier answer in this loop can have shown that the engine is lost.
+                    # An earlier answer in this loop may have shown that the engine is lost.
                     if seat in self._seats and future in (*seat.calls, seat.stay):
                         for key in self._answered(seat, future):
                             if (context := self._untold.pop(key, None)) is not None:
@@ -299,7 +301,8 @@ class SeveralEngines:
         """Let the engines write their computed rows, show the shards, and end the engines."""
         ready = [seat for seat in self._seats if seat.facts is not None]
         wait([seat.member.call("finish", True) for seat in ready], END_S)
-        # An error of one engine's shards, or a second Ctrl-C, does not lose the others' shards.
+        # If one engine's shards raise an error, or the user presses Ctrl-C again, the shards of the
+        # other engines are still moved.
         with ExitStack() as taking:
             for seat in reversed(ready):
                 taking.callback(self._take_over, seat)
@@ -339,7 +342,8 @@ class _Chunks:
         return list(islice(self._contexts, CHUNK))
 
     def take(self) -> list[Context]:
-        """Store the chunk that the thread has made, for `pop`. Raises the thread's error."""
+        """Store the chunk that the thread has made, and return it. `pop` returns it again. Raises
+        the thread's error."""
         self._next = self.waiting.pop().result()
         self.ended = not self._next
         return self._next

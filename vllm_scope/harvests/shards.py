@@ -95,11 +95,11 @@ class Shards:
     """The visible shards of one folder.
 
     Args:
-        truncates: whether the job leaves out the tokens after a document's first context.
+        truncates: True if the job leaves out all tokens after a document's first context.
 
     Attributes:
         done: the keys of the shards' contexts. A key takes about 100 bytes of memory.
-        found: maps the names of files to shards.
+        found: maps the name of the file of each visible shard to the shard's entry.
         statistics: maps the name of a stream, such as `resid_post.5`, to the figures of the
             stream's rows in all shards.
     """
@@ -114,12 +114,12 @@ class Shards:
         """Add all shards that have become visible since the last call.
 
         Args:
-            hashes: maps the names of files with a known hash to SHA-256 and size. This method
-                computes the hash of a file that is not in `hashes` or has another size.
+            hashes: the SHA-256 and the size of files with a known hash, by the name of the file. If
+                a file is not in `hashes`, or has another size, this method computes its hash.
 
         Raises:
-            FileError: a file is damaged, no harvest wrote it, or a context is in it twice or is
-                also in another shard.
+            FileError: a file is damaged or has rows that no harvest wrote, or a context is in two
+                shards or twice in one shard.
         """
         for name in self._folder.names():
             if name not in self.found:
@@ -174,7 +174,8 @@ class Shards:
 
 
 def take_left(files: FileOptions) -> None:
-    """Make the finished shards of a killed harvest's engines visible. Remove the hidden folders.
+    """Make the shards visible that the engines of a killed harvest finished in hidden folders. Then
+    remove the hidden folders.
 
     The caller holds the folder's lock.
 
@@ -227,8 +228,8 @@ def move_shards(
 
 
 def _keys(folder: Folder, name: str) -> set[bytes]:
-    """The keys of the contexts in a shard, or an empty set if the file is not a shard, or if no
-    harvest wrote it."""
+    """The keys of the contexts in a shard. The set is empty if the file is not a shard of a
+    harvest."""
     index = read_index(folder, name)
     requests = [] if index is None else index.requests
     return {key_of(one.documents) for one in requests if one.documents}

@@ -17,12 +17,12 @@ from vllm_scope.harvests.documents import Document
 from vllm_scope.request.actions import Read
 from vllm_scope.request.bounded_json import is_unicode
 
-#: The largest number of names in `reasons`. More skipped texts and contexts are only counted.
+#: The largest number of names in `reasons`. Further skipped texts and contexts are only counted.
 _MOST_NAMES = 20
 
 
 class Skipped:
-    """Texts that are not valid Unicode, and contexts that do not have all positions of a read.
+    """Texts that are not valid Unicode, and contexts that lack a position that a read names.
 
     Attributes:
         count: number of skipped texts and contexts.
@@ -44,7 +44,8 @@ class Skipped:
                 yield document
 
     def contexts(self, contexts: Iterable[Context]) -> Iterator[Context]:
-        """Yield the contexts that have all positions of the reads. Count the other contexts."""
+        """Yield the contexts that have all positions that the reads name. Count the other
+        contexts."""
         for context in contexts:
             num_tokens = len(context.token_ids)
             try:

@@ -5,7 +5,7 @@ Runs:  on the threads that write shards (`of_rows`), and in each process that re
 To:    shards (each shard has the figures of its rows), manifest, views.
 
 Promise: apart from rounding, the figures do not depend on how the rows are divided among shards.
-All sums are in float64. The figures are those of the decoded rows, which readers of a shard get.
+All sums are in float64. The figures describe the decoded rows, which a reader of the shard gets.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from vllm_scope.errors import FileError
 OUTLIER = 6.0
 #: The tensor with a stream's figures has the name `STREAM.statistics` in a shard.
 KEY = "statistics"
-#: The most dimensions that `to_json` lists. These dimensions have the most outliers.
+#: The most dimensions that `to_json` lists. It lists the dimensions with the most outliers.
 _LISTED = 8
 _SCALARS = 7
-#: The number of float32 numbers in the buffer, which fits into the cache of one CPU core.
+#: The number of float32 numbers in the buffer of `_Sums`. The buffer fits into the cache of one CPU
+#: core.
 _NUMBERS = 1 << 18
 #: A row with a larger squared norm counts as broken, because float32 cannot store this square.
 _MOST_SQUARED = float(np.finfo(np.float32).max)
@@ -41,10 +42,10 @@ class Statistics:
     """Counts and sums over the rows of one stream.
 
     Attributes:
-        counts: float64 [7]. Three numbers of rows: rows that are not broken, broken rows, and rows
-            with an outlier. Then the sum of the norms, the sum of the squared norms, the smallest
-            norm and the largest norm. A broken row has NaN, infinity or a squared norm that float32
-            cannot store. All other figures leave out broken rows.
+        counts: float64 [7]. A row is broken if it has NaN or infinity, or if float32 cannot store
+            its squared norm. The numbers are: the number of rows that are not broken, of broken
+            rows, and of rows with an outlier; the sum of the norms and of the squared norms; the
+            smallest and the largest norm. Only the second number includes broken rows.
         values: the sum, the sum of squares and the number of outliers of each dimension, as float64
             [3, hidden_size].
     """
@@ -74,7 +75,7 @@ class Statistics:
 
     @staticmethod
     def summary(blocks: Iterator[Tensor]) -> dict[str, Tensor]:
-        """Make the tensor with a stream's figures that a shard stores, under the name KEY.
+        """Make the tensor in which a shard stores a stream's figures. The key of the result is KEY.
 
         This function has the type `Summary`, which files.sharded defines.
         """
@@ -139,7 +140,7 @@ class _Sums:
     """Sums over rows that have the same width."""
 
     def __init__(self, width: int) -> None:
-        #: A buffer that every block of rows uses again.
+        #: A buffer for rows as float32, which `add` uses again and again.
         self._rows = np.empty((max(_NUMBERS // width, 1), width), np.float32)
         self._counts = np.array([0, 0, 0, 0, 0, math.inf, -math.inf])
         self._values = np.zeros((3, width))
@@ -167,7 +168,8 @@ def _count(
     """Add rows to `Statistics.counts` and `Statistics.values`.
 
     Args:
-        limit: a value is an outlier if its square is more than `limit` times the squared norm.
+        limit: a value is an outlier if its square is more than `limit` times the squared norm of
+            its row.
     """
     for i in range(rows.shape[0]):
         row = rows[i]

@@ -56,7 +56,8 @@ class Storing:
         self._writer = Writer(files, self._publisher, layout, copies=False)
         #: The `uid` of a request consists of `_run` and the request's number in this run.
         self._run, self._num_stored = secrets.token_hex(8), 0
-        #: Futures of the shards that are not written yet, in the order of their first rows.
+        #: Futures of the shards that are not written yet, in the order in which the shards were
+        #: begun.
         self._unpublished: deque[Future[None]] = deque()
 
     @property
@@ -109,7 +110,8 @@ class Storing:
 
 
 def _num_writers() -> int:
-    """The number of threads that write shards: a quarter of the processors, within the limits.
+    """The number of threads that write shards: a quarter of the processors, but at least
+    _LEAST_WRITERS and at most _MOST_WRITERS.
 
     Each thread writes 0.3 to 0.7 GB/s. A thread spends most of its time on the hash.
     """

@@ -32,8 +32,8 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class Given:
-    """Properties that the caller gave for an SAE. A property that is None comes from the SAE's
-    files, or from the names of the folders."""
+    """Properties that the caller gave for an SAE. If a property is None, the loader reads it from
+    the SAE's files, or from the names of the folders."""
 
     name: str
     place: Place | None = None

@@ -15,8 +15,8 @@ type `Sae`. Therefore a worker can hold the encoder like any other SAE. No worke
 | `W_dec_{i}.safetensors`| `W_dec_{i}` [d_sae, number of layers - i, d_out]                     |
 | `config.yaml`          | optional: `feature_input_hook`, `feature_output_hook`                |
 
-f_i are the features that the encoder of layer i computes from the row x_i. The CLT computes this
-row y_l for the output of layer l:
+The encoder of layer i computes the features f_i from the row x_i. For the output of layer l, the
+CLT computes this row y_l:
 
     y_l = sum_{i <= l} f_i . W_dec_i[:, l - i] + b_dec_l + x_l . W_skip_l
 
@@ -48,8 +48,8 @@ _ENCODERS = re.compile(r"W_enc_([0-9]{1,5})\.safetensors")
 
 @dataclass(frozen=True, eq=False)
 class EncoderOfClt(Sae):
-    """The encoder of one layer. `decoder` has the features' vectors for the output of the same
-    layer."""
+    """The encoder of one layer. `decoder` has only the vectors that the features add to the output
+    of the same layer."""
 
     def decode(self, features: Tensor, x: Tensor | None = None) -> Tensor:
         raise self._wrong(

@@ -3,11 +3,11 @@
 Owns:  `load`.
 
 The tensors are `encoder.weight` [d_sae, d_model], `encoder.bias`, `decoder.weight` [d_model, d_sae]
-and `decoder.bias`. In the training, the rows were scaled to a mean length of sqrt(d_model). The
-publisher's code divides the biases by the factor of this scaling. With the divided biases, the
-encoder reads rows that are not scaled. All features have the same threshold. If
+and `decoder.bias`. In the training, the rows were multiplied by a factor that makes their mean
+length sqrt(d_model). Like the publisher's code, `load` divides the biases by this factor. With the
+divided biases, the encoder reads rows that are not scaled. All features have the same threshold. If
 `sparsity_include_decoder_norm` is set, the pre-activation of a feature is multiplied by the length
-of the feature's decoder row before the comparison with the threshold.
+of the feature's decoder row. The product is compared with the threshold.
 
 Source: OpenMOSS/Language-Model-SAEs, src/lm_saes: standardize_parameters_of_dataset_norm,
 transform_to_unit_decoder_norm, and the Initializer, which calls these two functions in this order

@@ -24,7 +24,7 @@ from vllm_scope.saes.arrays import Given
 from vllm_scope.saes.places import place_of
 from vllm_scope.saes.sae import Sae
 
-#: Maps the names of the files in a folder to the loader of the format with these files.
+#: Maps the names of the files that a folder of one format has to the loader of this format.
 _FORMATS: dict[tuple[str, ...], Callable[[Path, Given], Sae]] = {
     (saelens.CONFIG, saelens.WEIGHTS): saelens.load,
     (sparsify.CONFIG, sparsify.WEIGHTS): sparsify.load,
@@ -52,8 +52,8 @@ def load_sae(
         place: (site, layer), or the name of a hook such as `blocks.12.hook_resid_post`. If None,
             the place comes from the files or the names of the folders.
         k: the k of a TopK SAE, if the files and the names of the folders do not contain k.
-        norm_scaling_factor: the factor by which rows are multiplied before the encoder, for
-            SAELens's `expected_average_only_in`.
+        norm_scaling_factor: the factor by which rows are multiplied before the encoder. Only SAEs
+            of SAELens with `normalize_activations` need this factor.
 
     Raises:
         SpecError: the format is unknown, a file is malformed, or the kind of SAE is not supported.
@@ -76,9 +76,9 @@ def load_sae(
 
 
 def load_saes(paths: Mapping[str, str | Path]) -> dict[str, Sae]:
-    """Load the SAEs of a dict {name: path}, and return a dict {name: SAE}. For the folder of a
-    cross-layer transcoder, the dict that is returned contains the encoders of all layers, with the
-    names NAME.0, NAME.1 and so on.
+    """Load the SAEs of a dict {name: path}, and return a dict {name: SAE}. If a path is the folder
+    of a cross-layer transcoder, the returned dict has the encoders of all layers, with the names
+    NAME.0, NAME.1 and so on.
 
     Raises:
         SpecError: two SAEs have the same name, or an SAE cannot be loaded.

@@ -6,8 +6,8 @@ From:  sinks.max_activating, or a caller. To: max_activating_files, neuronpedia,
 
 Promise: the order in which tokens are added does not change the table. Entries of equal value are
 sorted by label, then by position, then by the bytes of the token ids. The table allocates all its
-memory in the constructor. During a call of `add`, additional memory is in use: about four times
-BLOCK_BYTES, and 20 bytes for each element of `indices`.
+memory in the constructor. A call of `add` uses additional memory: about four times BLOCK_BYTES, and
+20 bytes for each element of `indices`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from vllm_scope.saes.strongest import (
     widened,
 )
 
-#: The features of a document are processed in blocks. The entries of one block take about this many
-#: bytes.
+#: `add` processes the features of a document in blocks. The entries of one block take about this
+#: number of bytes.
 BLOCK_BYTES: Final = 1 << 24
-#: New entries are written in parts of about this many bytes.
+#: New entries are written in parts of about this number of bytes.
 _PART_BYTES: Final = 1 << 21
 SIZES: Final = ("num_features", "k", "before", "after")
 COUNTS: Final = ("num_documents", "num_tokens", "num_full")
@@ -74,7 +74,7 @@ def table_bytes(num_features: int, k: int, before: int, after: int) -> int:
 
 
 def stored_bytes(num_features: int, k: int, before: int, after: int) -> int:
-    """The number of bytes of the tensors in the file of a table with these sizes."""
+    """For a table with these sizes, the number of bytes of the tensors in its file."""
     entry = 8 + LABEL_BYTES + 8 * (before + 1 + after)
     return num_features * (k * entry + 8 * NUM_BARS + 8 + 2)
 
@@ -91,13 +91,14 @@ class MaxActivating:
 
     Attributes:
         num_documents, num_tokens: number of added documents, and of added tokens.
-        num_full: number of tokens that have no empty place in `indices`. If the SAE is not a TopK
-            SAE, such a token can have more active features than places.
+        num_full: number of tokens that filled all places of their row of `indices` (see `add`). If
+            the SAE is not a TopK SAE, such a token can have active features that are not in
+            `indices`.
         num_active: int64 [num_features], the number of tokens at which each feature is active.
-        entries: arrays of the strongest tokens, not sorted. The arrays `value` (0 in an empty
-            entry), `position` and `label` are [num_features, k]. The arrays `tokens` and `values`
-            are [num_features, k, before + 1 + after]. Outside the document, `tokens` has -1 and
-            `values` has NaN.
+        entries: arrays of the strongest tokens of each feature. The tokens of a feature are not
+            sorted. The arrays `value` (0 in an empty entry), `position` and `label` are
+            [num_features, k]. The arrays `tokens` and `values` are [num_features, k, before + 1 +
+            after]. Outside the document, `tokens` has -1 and `values` has NaN.
         bars: int64 [num_features, NUM_BARS], the histogram of each feature's values above 0. The
             bars of a feature divide the range from 0 to 2 ** (the feature's exponent) into equal
             steps.
@@ -129,8 +130,8 @@ class MaxActivating:
         self.exponents = np.zeros(num_features, np.int16)
 
     def set_least(self) -> None:
-        """Compute the least value of each feature's entries. Code outside this class that changes
-        `entries` must call this method after the change."""
+        """Compute the least value of each feature's entries. Code outside this class must call this
+        method after it has changed `entries`."""
         self._least[:] = self.entries["value"].min(1)
 
     @property
@@ -175,8 +176,8 @@ class MaxActivating:
         Args:
             token_ids: all tokens of the document.
             positions: int64 [n], the positions of the tokens that the SAE encoded, ascending.
-            indices: [n, places], the features of each token, without repeats. An empty place has
-                the index -1.
+            indices: [n, places], the features of each token, each feature one time. A place without
+                a feature has the index -1.
             values: [n, places], the values of these features.
 
         Raises:
@@ -285,7 +286,8 @@ class MaxActivating:
         self.bars[features], self.exponents[features] = bars, new
 
     def _candidates(self, found: Found) -> Ints:
-        """Indices in `found`, by feature, of items that can be among a feature's k strongest."""
+        """The indices in `found` of the items that can be among the k strongest of their feature.
+        The indices are sorted by feature."""
         some = np.flatnonzero(found.value >= self._least[found.feature])
         feature = found.feature[some]
         order = np.lexsort((-found.value[some], feature))  # a stable sort keeps position order
@@ -308,8 +310,9 @@ class MaxActivating:
         encoded = np.zeros(len(token_ids), bool)
         encoded[positions] = True
         made["values"][:] = np.where(inside & encoded[where], 0, np.nan)
-        # `found` is sorted by feature, then by position, without repeats. Therefore an entry's
-        # context lies at most `before` places before and `after` places after the entry.
+        # `found` is sorted by feature, then by position, without repeats. Therefore the values of
+        # an entry's context are in `found` at most `before` places before, and at most `after`
+        # places after, the value of the entry.
         near = np.clip(at[:, None] + context, 0, len(found.feature) - 1)
         column = found.position[near] - position + self.before
         there = (found.feature[near] == feature) & (column >= 0) & (column < len(context))
@@ -317,7 +320,8 @@ class MaxActivating:
         return made
 
     def _merge(self, feature: Ints, value: Floats, made: Callable[[Ints], Entries]) -> None:
-        """Sort each feature's old and new entries by the table's sort keys, and keep the first k.
+        """Keep the first k of each feature's old and new entries, in the order of the table's sort
+        keys.
 
         Args:
             feature: the feature of each new entry, ascending.
@@ -333,8 +337,8 @@ class MaxActivating:
         order = np.lexsort((-value, owner))
         by = owner[order]
         rank = ranks(by)
-        # If the last value that is kept equals the first value that is left out, the entries with
-        # this value are sorted by all sort keys.
+        # The entries are sorted only by value so far. If the last value that is kept equals the
+        # first value that is left out, all sort keys decide between the entries with this value.
         last, out = value[order[rank == self.k - 1]], np.zeros(len(features), np.float32)
         out[by[rank == self.k]] = value[order[rank == self.k]]
         tied = np.flatnonzero((value[order] == out[by]) & (last == out)[by] & (out > 0)[by])
@@ -342,7 +346,8 @@ class MaxActivating:
             order[tied] = self._settled(order[tied], owner, features, made)
         kept = np.zeros(len(owner), bool)
         kept[order[rank < self.k]] = True
-        # For each feature, as many old entries are left out as new entries are kept.
+        # For each feature, the number of old entries that are left out equals the number of new
+        # entries that are kept.
         free, new = np.flatnonzero(~kept[: len(held)]), np.flatnonzero(kept[len(held) :])
         step = max(1, _PART_BYTES // table_bytes(1, 1, self.before, self.after))
         for i in range(0, len(new), step):

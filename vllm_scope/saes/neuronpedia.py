@@ -3,7 +3,7 @@
 Owns:  `neuronpedia_features`.
 From:  max_activating. To: the caller, who can write a JSON file.
 
-Source: Neuronpedia's answer to /api/feature, and SAEDashboard's converter, both of 2026.
+Source: Neuronpedia's answer to /api/feature, and SAEDashboard's converter, both as of 2026.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ def neuronpedia_features(
         decode: a function that returns the text of a token id.
         model, source: Neuronpedia's name of the model (`modelId`), and of the SAE (`layer`).
         features: the features to describe. If None, all features that are active at some token.
-        labels: the explanations of features, by the number of the feature.
+        labels: explanations of features, by the index of the feature. They need not cover all
+            features.
 
     Yields:
         One dict for each feature. `modelId` and `layer` are `model` and `source`. `index` is the
         feature's number as a string. `maxActApprox` is the feature's largest value. `frac_nonzero`
         is the share of tokens at which the feature is active. `freq_hist_data_bar_values` has the
-        middles of the histogram's bars, and `freq_hist_data_bar_heights` has the number of tokens
-        of each bar, up to the last bar with tokens. `explanations` is a list with the feature's
-        explanation, if there is one. `activations` is a list of the feature's strongest tokens.
-        Each activation has the `tokens` of the context, and in `values` the feature's values (0 if
-        not computed). `maxValue`, `maxValueTokenIndex` and `minValue` describe `values`.
-        `qualifyingTokenIndex` is the index of the strong token.
+        middles of the histogram's bars, up to the last bar with tokens.
+        `freq_hist_data_bar_heights` has the number of tokens of each of these bars. `explanations`
+        is a list with the feature's explanation, if there is one. `activations` is a list of the
+        feature's strongest tokens. Each activation has the `tokens` of the context, and in `values`
+        the feature's values (0 if not computed). `maxValue`, `maxValueTokenIndex` and `minValue`
+        describe `values`. `qualifyingTokenIndex` is the index of the strong token.
     """
     if features is None:
         features = np.flatnonzero(found.num_active).tolist()

@@ -13,9 +13,9 @@ from vllm_scope.analysis.hook_names import stream_of_hook
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import MAX_LAYER, Place, canonical_site
 
-#: Maps the part of a Hugging Face module's name after the layer's number to a site.
-#: `post_attention_layernorm` is not listed, because in some models it is the norm of the
-#: attention's output, and in other models it is the norm before the MLP.
+#: The name of a Hugging Face module has a part after the layer's number. Maps this part to a site.
+#: `post_attention_layernorm` is not listed, because its meaning depends on the model. It is the
+#: norm of the attention's output, or the norm before the MLP.
 _MODULES = {
     "": "resid_post",
     ".output": "resid_post",
@@ -65,8 +65,8 @@ def place_of(hook: object, where: str) -> Place:
 
 
 def number_in(path: Path, pattern: str) -> int | None:
-    """The number in the last part of a path that matches `pattern`. The only group of `pattern`
-    matches the number. None if no part of the path matches."""
+    """The number that the only group of `pattern` matches in a part of a path. If several parts
+    match, the last of them counts. None if no part matches."""
     for part in reversed(path.absolute().parts):
         if match := re.search(pattern, part):
             return int(match[1])

@@ -80,7 +80,8 @@ def _map_pt(path: Path) -> Tensors:
             or type(tensor) is not Tensor
             or tensor.layout != torch.strided
             or tensor.device.type != "cpu"
-            # Without this check, overlapping strides could make a large tensor of a few bytes.
+            # Without this check, a few bytes with overlapping strides could become a very large
+            # tensor.
             or tensor.nbytes > tensor.untyped_storage().nbytes()
         ):
             raise SpecError(f"{path}: {shown(name)} is not a plain tensor.")

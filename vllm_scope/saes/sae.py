@@ -44,8 +44,8 @@ Architecture = Literal["standard", "jumprelu", "topk", "batchtopk", "gated"]
 #: is max(s, 0) if s is among the row's k largest pre-activations, else 0.
 Kind = Literal["relu", "jumprelu", "topk"]
 
-#: The additional fields that each architecture needs. An SAE must not have the additional fields of
-#: another architecture.
+#: The additional fields that each architecture needs. An SAE must not have additional fields that
+#: its architecture does not need.
 _NEEDS: Final[dict[str, set[str]]] = {
     "standard": set(),
     "jumprelu": {"threshold"},
@@ -66,9 +66,9 @@ Pick = slice | Tensor
 @dataclass(frozen=True, eq=False)
 class Feature:
     """One feature as a function of the row x. The pre-activation is s = x . encoder + encoder_bias.
-    The feature is the function `kind` of s.
+    `kind` names the function that computes the feature from s.
 
-    To edit the row as if this feature were `new` instead of `old`, add (new - old) * decoder to it.
+    To change the feature of a row from `old` to `new`, add (new - old) * decoder to the row.
 
     Attributes:
         encoder, decoder: float32 [d_model], on the CPU.
@@ -84,7 +84,8 @@ class Feature:
 
 
 class Folded(NamedTuple):
-    """Encoders of several features, with s = x . encoder + bias. All tensors are float64.
+    """Encoders of several features. The pre-activations of a row x are s = x . encoder + bias. All
+    tensors are float64.
 
     Attributes:
         encoder: [n, d_model].
@@ -104,21 +105,24 @@ class Sae:
     Attributes:
         name: the SAE's name in messages.
         place: the place whose rows the SAE encodes. At the site `z`, a row is one vector with the
-            values of all heads, and d_model is the number of heads times the size of a head.
+            values of all heads. d_model is then the number of heads times the size of a head.
         encoder: [d_sae, d_model] of a float dtype, on the CPU. The tensor can be a view of a mapped
             file.
         decoder: [d_sae, d_out] of a float dtype, on the CPU. The tensor can be a view of a mapped
-            file. d_out can differ from d_model only in a transcoder.
-        encoder_bias: [d_sae]. In a gated SAE, `encoder_bias` is the bias of the magnitude.
+            file. d_out is the width of a decoded row, which differs from d_model only in some
+            transcoders.
+        encoder_bias: [d_sae]. In a gated SAE, `encoder_bias` is the bias of the magnitude (see
+            `gain`).
         decoder_bias: [d_out], `b_dec`.
         apply_b_dec_to_input: True if `b_dec` is subtracted from the row before the encoder.
         threshold: [d_sae], for jumprelu and batchtopk.
         k: for topk, the number of features that are kept for each row.
-        gate_bias, gain: [d_sae], for gated SAEs. The weights of the magnitude are exp(gain) times
-            the weights of the gate.
+        gate_bias, gain: [d_sae], for gated SAEs. The gate decides whether a feature is active. The
+            magnitude is the value of an active feature. The weights of the gate are `encoder`, and
+            the weights of the magnitude are exp(gain) times these weights.
         input_scale: the factor by which rows are multiplied before the encoder.
-        unit_decoder: True if a pre-activation is multiplied by the length of its decoder row, and
-            the decoder row is divided by this length.
+        unit_decoder: True if a pre-activation is multiplied by the length of its feature's decoder
+            row, and this decoder row is divided by its length.
         output: the place of the rows to which a transcoder decodes. None if the SAE is not a
             transcoder.
         skip: [d_out, d_model], the skip matrix of a transcoder. None if there is no skip matrix.
@@ -222,7 +226,8 @@ class Sae:
 
     @torch.no_grad()
     def decode(self, features: Tensor, x: Tensor | None = None) -> Tensor:
-        """Decode features to rows, to which `b_dec` is added. A transcoder decodes to its `output`.
+        """Decode features to rows. The rows include `b_dec`. A transcoder decodes to rows of its
+        `output`.
 
         Args:
             features: [..., d_sae], in any float dtype, on the CPU.
@@ -254,8 +259,8 @@ class Sae:
 
     @torch.no_grad()
     def skipped(self, x: Tensor) -> Tensor:
-        """The result of skip x for the rows x that were encoded, float32 [..., d_out]. There must
-        be a skip matrix.
+        """The product of the skip matrix with the encoded rows x, float32 [..., d_out]. The SAE
+        must have a skip matrix.
 
         Raises:
             SpecError: the shape of `x` is wrong, or the skip matrix is not finite.
@@ -312,14 +317,15 @@ class Sae:
         def exact(vector: Tensor) -> Tensor:
             return vector[pick].to(device).double()
 
-        # The computation is in float64. Then the rounding of the result is the only error.
+        # Compute in float64, so that only the rounding of the result to float32 causes an error
+        # that counts.
         encoder, bias = self._read("encoder", pick, device).double(), exact(self.encoder_bias)
         threshold = None if self.threshold is None else exact(self.threshold)
         factor = torch.ones_like(bias)
         if self.gate_bias is not None and self.gain is not None:
             factor = exact(self.gain).exp()
-            # The gate's condition pre - b + gate_bias > 0, written as a threshold of the magnitude
-            # exp(gain) (pre - b) + b.
+            # The condition of the gate is pre - b + gate_bias > 0. Here it becomes a threshold of
+            # the magnitude exp(gain) (pre - b) + b.
             threshold = bias - factor * exact(self.gate_bias)
         elif self.unit_decoder:
             factor = _norms(self._read("decoder", pick, device).double())
@@ -331,8 +337,8 @@ class Sae:
         return Folded(encoder * (factor * self.input_scale)[:, None], bias, threshold)
 
     def _active(self, x: Tensor, pick: Pick) -> Tensor:
-        """Compute the features `pick` for any architecture except topk. `x` is the encoder's
-        input."""
+        """Compute the features `pick`, for any architecture except topk. `x` has rows that are
+        already scaled, and from which `b_dec` is subtracted if the SAE does this."""
         pre = self._pre(x, pick)
         if self.gate_bias is not None and self.gain is not None:
             magnitude = pre * self.gain[pick].exp() + self.encoder_bias[pick]
@@ -359,7 +365,7 @@ class Sae:
         return rows
 
     def _picks(self, indices: Tensor | None) -> Iterator[Pick]:
-        """Yield `indices` (None means all) in parts for which the matrix rows fit in memory."""
+        """Yield `indices` (None means all) in parts. The matrix rows of one part fit in memory."""
         size = max(1, _NUMBERS_AT_ONCE // self.d_model)
         if indices is not None:
             yield from indices.split(size)

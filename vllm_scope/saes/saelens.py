@@ -15,11 +15,11 @@ Owns:  `load`, for the configurations of all versions of SAELens.
 | `W_skip`                  | [d_out, d_in]             | skip transcoders        |
 
 A transcoder has W_dec [d_sae, d_out] and b_dec [d_out]. The field `hook_name_out` names the output.
-This field is in `metadata`, or at the top level in files before version 6. A transcoder never
+The field is in `metadata`. In files before version 6, it is at the top level. A transcoder never
 subtracts b_dec from the input.
 
-In files before version 6, the fields of `metadata` are at the top level, the field `architecture`
-can be missing, and topk is an activation function instead of an architecture.
+Files before version 6 differ in three ways. The fields of `metadata` are at the top level. The
+field `architecture` can be missing. topk is an activation function, not an architecture.
 
 Source: sae_lens 6.54, loading/pretrained_sae_loaders.py, saes/sae.py, saes/transcoder.py
 """
@@ -47,7 +47,7 @@ _VECTORS = {
     "batchtopk": {"b_enc": "encoder_bias", "threshold": "threshold"},
     "gated": {"b_mag": "encoder_bias", "b_gate": "gate_bias", "r_mag": "gain"},
 }
-#: For each kind of transcoder, the architecture of the features, and True if W_skip exists.
+#: For each kind of transcoder: the architecture of its features, and True if it has W_skip.
 _TRANSCODERS = {
     "transcoder": ("standard", False), "skip_transcoder": ("standard", True),
     "jumprelu_transcoder": ("jumprelu", False), "jumprelu_skip_transcoder": ("jumprelu", True),

@@ -20,14 +20,15 @@ NUM_BARS: Final = 64
 #: The largest number of bytes of a label in UTF-8. A longer label is cut.
 LABEL_BYTES: Final = 64
 
-#: The entries of a table, as arrays by name. The entries lie on the first axes of each array.
+#: Entries of tables, as arrays by name. The first axes of all arrays are the same, and index the
+#: entries.
 Entries = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class Found:
-    """The indices, positions and values of active features, sorted by feature and then by
-    position."""
+    """Active features of tokens, sorted by feature and then by position. `feature` is the index of
+    the feature, `position` the position of the token."""
 
     feature: Ints
     position: Ints
@@ -38,7 +39,7 @@ def empty(shape: tuple[int, ...], context: int) -> Entries:
     """Make empty entries, which have the value 0.
 
     Args:
-        context: the number of token ids in each entry: the strong token and its context.
+        context: the number of token ids in each entry, for the strong token and its context.
     """
     return {
         "value": np.zeros(shape, np.float32), "position": np.zeros(shape, np.int32),
@@ -55,7 +56,7 @@ def runs(ascending: Ints) -> tuple[Ints, Ints]:
 
 
 def ranks(ascending: Ints) -> Ints:
-    """For each item, the item's index in the run of items that are equal to it."""
+    """For each item, its index among the items that are equal to it."""
     found: Ints = np.arange(len(ascending)) - np.repeat(*runs(ascending))
     return found
 
@@ -66,8 +67,8 @@ def entries_at(entries: Entries, feature: Ints, place: Ints, some: Ints) -> Entr
 
 
 def order_of(every: Entries, owner: Ints) -> Ints:
-    """Indices that sort entries by owner, value (greatest first), label, position, and the bytes
-    of the token ids."""
+    """Indices that sort entries by owner (the feature of an entry), then by value (greatest first),
+    label, position, and the bytes of the token ids."""
     tokens = np.ascontiguousarray(every["tokens"])
     as_text = tokens.view(f"S{tokens.shape[1] * tokens.itemsize}")[:, 0]
     keys = (as_text, every["position"], every["label"], -every["value"], owner)
@@ -76,7 +77,8 @@ def order_of(every: Entries, owner: Ints) -> Ints:
 
 
 def widened(bars: Ints, doublings: NDArray[np.integer]) -> Ints:
-    """Double the range of each histogram [n, NUM_BARS] `doublings` times, unless it is empty."""
+    """Double the range of each of n histograms, [n, NUM_BARS], `doublings` times. Empty histograms
+    do not change."""
     bars = bars.copy()
     left = np.where(bars.any(1), np.minimum(doublings, NUM_BARS.bit_length()), 0)
     while (grow := left > 0).any():

@@ -54,8 +54,8 @@ def read_safetensors(data: bytes) -> tuple[Arrays, dict[str, str]]:
     """The tensors and the metadata of a safetensors file.
 
     Returns:
-        The arrays by name, and the metadata. An array has its own float dtype, or float32 if the
-        tensor is bfloat16.
+        The arrays by name, and the metadata. An array has the dtype of its tensor, except that a
+        bfloat16 tensor becomes a float32 array.
 
     Raises:
         SpecError: the content is too large or malformed, or a tensor is not float64, float32,
@@ -82,7 +82,7 @@ def read_safetensors(data: bytes) -> tuple[Arrays, dict[str, str]]:
 
 
 def read_npz(data: bytes) -> Arrays:
-    """The arrays of an .npz file, in their own dtypes.
+    """The arrays of an .npz file, by name, with the dtypes in the file.
 
     `numpy.load` is not used, because `numpy.load` allocates any size that a header claims.
 
@@ -106,8 +106,8 @@ def read_npz(data: bytes) -> Arrays:
 
 
 def check_compression(archive: zipfile.ZipFile) -> None:
-    """Raises SpecError if a member of an .npz is neither stored nor deflated. For other kinds of
-    compression, zipfile unpacks more bytes than the archive claims for the member."""
+    """Raises SpecError if a member of an .npz is neither stored nor deflated. With other kinds of
+    compression, zipfile can unpack more bytes than the archive claims for the member."""
     for info in archive.infolist():
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise SpecError(
@@ -146,7 +146,8 @@ class StoredArray(NamedTuple):
     Attributes:
         fortran: True for Fortran order.
         start: the offset in the file at which the array's bytes begin.
-        num_bytes: how many bytes the file has for the array. The shape can claim another number.
+        num_bytes: the number of bytes that the file has for the array. The shape can claim another
+            number.
     """
 
     shape: tuple[int, ...]
@@ -157,12 +158,14 @@ class StoredArray(NamedTuple):
 
 
 def stored_array(file: IO[bytes], archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredArray:
-    """The place of an archive member that is neither compressed nor encrypted. `file` is the file
-    that `archive` reads. Raises the errors of `read_npy_header`."""
+    """Where the array of an archive member lies in the file. The member must be neither compressed
+    nor encrypted. `file` is the file that `archive` reads. Raises the errors of
+    `read_npy_header`."""
     with archive.open(info) as member:
         header = read_npy_header(member)
         header_bytes = member.tell()
-    # Before a member's bytes are its local header, of 30 bytes, its name and its extra field.
+    # In the archive, a member's bytes come after its local header (30 bytes), its name and its
+    # extra field.
     file.seek(info.header_offset + 26)
     of_name, of_extra = struct.unpack("<HH", file.read(4))
     start = info.header_offset + 30 + int(of_name) + int(of_extra) + header_bytes
@@ -174,8 +177,8 @@ def _read_npy(data: bytes, name: str) -> np.ndarray:
     try:
         shape, _, dtype = read_npy_header(stream)
     except (ValueError, SyntaxError, TokenError) as error:
-        # numpy parses a header as a Python literal. If the parsing fails, numpy tokenizes the
-        # header.
+        # numpy parses a header as a Python literal, and tokenizes the header if this fails.
+        # Therefore numpy can raise SyntaxError and TokenError.
         raise SpecError(f"{shown(name)} is not an .npy array: {error}.") from None
     if dtype.kind != "f":
         raise SpecError(f"{shown(name)} has dtype {dtype}; save it as float32.")
@@ -199,7 +202,7 @@ def read_gguf(path: Path) -> tuple[Arrays, dict[str, str]]:
 
     class BoundedReader(gguf.GGUFReader):
         # The library's reader does not notice the file's end. If a file claims a length of 2**64,
-        # the library's reader loops 2**64 times.
+        # the reader loops 2**64 times.
         num_reads = 0
 
         def _get(

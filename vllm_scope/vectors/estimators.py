@@ -28,11 +28,11 @@ def from_sklearn(estimator: object) -> ProbeWeights:
     "sigmoid", the scores equal the estimator's `predict_proba` for the class `classes_[1]`.
 
     Args:
-        estimator: LogisticRegression, LinearDiscriminantAnalysis or MLPClassifier, which give
-            weights with the activation "sigmoid"; or LinearSVC, RidgeClassifier, Ridge,
-            LinearRegression or MLPRegressor, which give weights without an activation. Variants
-            such as RidgeCV are allowed. A Pipeline of StandardScaler and an allowed estimator is
-            allowed too. An MLP can have at most two hidden layers, with relu, tanh or logistic. A
+        estimator: one of the following, or a Pipeline of StandardScaler and one of the following.
+            LogisticRegression, LinearDiscriminantAnalysis and MLPClassifier give weights with the
+            activation "sigmoid". LinearSVC, RidgeClassifier, Ridge, LinearRegression and
+            MLPRegressor give weights without an activation. Variants such as RidgeCV are allowed
+            too. An MLP can have at most two hidden layers, with relu, tanh or logistic. A
             LogisticRegression with multi_class="multinomial" gives weights without an activation.
 
     Raises:
@@ -92,7 +92,7 @@ def _read(estimator: object) -> tuple[Layers, Hidden, Literal["sigmoid"] | None]
         layers = [(_floats(weight).T, _floats(bias)) for weight, bias in pairs]
         return _perceptron(layers, estimator.activation, estimator.out_activation_)
     weight, bias = estimator.coef_, np.atleast_1d(estimator.intercept_)
-    if hasattr(weight, "toarray"):  # after `sparsify`
+    if hasattr(weight, "toarray"):  # a sparse matrix, after `sparsify`
         weight = weight.toarray()
     # In old releases of scikit-learn, multi_class can be "multinomial". With "multinomial", the
     # probability is the sigmoid of the doubled score.
@@ -121,7 +121,8 @@ def _perceptron(
 
 
 def _with_tanh(layers: Layers) -> Layers:
-    """Replace logistic between layers by tanh, because logistic(z) = (1 + tanh(z / 2)) / 2."""
+    """Change the layers so that tanh between them gives the same scores as logistic. This is
+    possible because logistic(z) = (1 + tanh(z / 2)) / 2."""
     found = []
     for i, (weight, bias) in enumerate(layers):
         if i:

@@ -1,6 +1,6 @@
 """Steering modules in files and as bytes, in the formats of several programs.
 
-Owns:  the names of tensors, which give site and layer; the metadata; readers and writers.
+Owns:  the names of tensors, which contain site and layer; the metadata; readers and writers.
 From:  containers.py, hooks.py. To: SteeringModule.
 
 | name of a tensor     | written by            | site                           | layer            |
@@ -10,10 +10,10 @@ From:  containers.py, hooks.py. To: SteeringModule.
 | `{number}`           | users                 | in the metadata, or resid_post | number - base    |
 
 A vector of a tier has a name with the prefix `prompt:` or `generated:`. JSON files have the form of
-the steering fork of vLLM, which hooks.py describes. The base is `index_base` of the metadata, which
-is "0" (the default) or "1". repeng computes `direction.5` from Hugging Face's `hidden_states[6]`,
-the rows at the exit of layer 5 (the first layer is 0). llama.cpp adds the vector `direction.5` at
-the same place, which is `resid_post` 5.
+the steering fork of vLLM, which hooks.py describes. In the table, the base is the field
+`index_base` of the metadata: "0" (the default) or "1". repeng computes `direction.5` from Hugging
+Face's `hidden_states[6]`, the rows at the exit of layer 5 (the first layer is 0). llama.cpp adds
+the vector `direction.5` at the same place, which is `resid_post` 5.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ def save_vectors(path: str | Path, module: SteeringModule) -> None:
 def to_bytes(module: SteeringModule) -> bytes:
     """The module as the content of a safetensors file. `from_bytes` is the inverse.
 
-    If the module has one site and no tiers, the tensors have the names `direction.{layer}` that
-    other programs use, and the metadata have the site. Otherwise the names are `{site}.{layer}`, or
-    `{tier}:{site}.{layer}` for a tier.
+    If the module has one site and no tiers, the tensors have the names `direction.{layer}`, which
+    other programs also use. The metadata then have the site. Otherwise the names are
+    `{site}.{layer}`, or `{tier}:{site}.{layer}` for a tier.
     """
     from safetensors.numpy import save
 
@@ -193,7 +193,7 @@ def _place_of(name: str, site: str, base: int) -> tuple[SiteLayer, str | None]:
 
 
 def _provenance_to_metadata(provenance: Provenance) -> dict[str, str]:
-    """The fields that are not None, as texts by name. `repr` gives all digits of a float."""
+    """The texts of all fields that are not None, by name. `repr` writes all digits of a float."""
     return {
         name: value if isinstance(value, str) else repr(value)
         for name, value in vars(provenance).items()

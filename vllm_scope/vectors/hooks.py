@@ -4,9 +4,11 @@
     {"post_block": {"dtype": "float32", "shape": [2, 4096], "layer_indices": [15, 20],
                     "data": "<base64>", "scales": [1.0, 2.0]}}
 
-The value of each hook has one of two forms: vectors by layer, or the packed form. A module's file
-has an object of hooks for each tier: {"vectors": ..., "prefill_vectors": ..., "decode_vectors":
-...}. If a module has only the tier `vectors`, the file can consist of the object of hooks alone.
+The steering fork of vLLM is RhizoNymph/vllm. A hook is its name of a site, such as `post_block` for
+`resid_post`. The value of each hook has one of two forms, which are shown above: vectors by layer,
+or the packed form. A module's file has an object of hooks for each tier: {"vectors": ...,
+"prefill_vectors": ..., "decode_vectors": ...}. If a module has only the tier `vectors`, the file
+can consist of the object of hooks alone.
 
 Owns:  HookVectors, and the parsers of hooks and modules.
 Runs:  anywhere, with numpy only.
@@ -28,12 +30,12 @@ from vllm_scope.vectors.module import SteeringModule, Vector
 
 
 def tiers(word: str) -> dict[str, str]:
-    """Maps the field names `word`, `prefill_word` and `decode_word` to the selectors of the fields'
-    tokens."""
+    """The names of the three fields for `word`, such as `vectors`, `prefill_vectors` and
+    `decode_vectors`. Maps each name to the selector of the tokens on which the field acts."""
     return {word: "all", f"prefill_{word}": "prompt", f"decode_{word}": "generated"}
 
 
-#: The field names of a module's file, and the field names of a request, with their selectors.
+#: The field names in a module's file, and the field names in a request, each with its selector.
 MODULE_TIERS, REQUEST_TIERS = tiers("vectors"), tiers("steering_vectors")
 #: Maps a field name of a request to the field name of a module's file.
 _MODULE_NAMES: dict[object, object] = dict(zip(REQUEST_TIERS, MODULE_TIERS, strict=True))
@@ -87,11 +89,11 @@ def module_from_json(data: bytes) -> SteeringModule:
 
 def parse_module(body: object, where: str) -> SteeringModule:
     """Make a module from JSON. The JSON is an object with a field for each tier, or only the object
-    of the tier `vectors`.
+    of hooks of the tier `vectors`.
 
     Raises:
-        SpecError: `parse_hooks` refuses a tier, a field is unknown or is there under two names, the
-            body has clamps, or no vector has a number other than 0.
+        SpecError: `parse_hooks` refuses a tier, a field is unknown, one tier has two fields, the
+            body has clamps, or all numbers of all vectors are 0.
     """
     fields = mapping(body, where)
     if set(fields) <= set(ALIASES):

@@ -30,7 +30,8 @@ class ProbeWeights:
         weight: a read-only float32 array [width of a row], an `Mlp` or an `AttentionPool`.
         bias: the number that is added to the score. For an `Mlp`, `bias` is 0, because the last
             layer of the `Mlp` has a bias.
-        activation: "sigmoid" if score + bias is known to be the logit of a probability; else None.
+        activation: "sigmoid" if the score, with the bias, is known to be the logit of a
+            probability. Else None.
     """
 
     weight: NDArray[np.float32] | Mlp | AttentionPool

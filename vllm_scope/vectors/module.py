@@ -4,8 +4,8 @@ Owns:  SteeringModule, Provenance; `as_vector`, which converts a list, an array 
 Runs:  anywhere, with numpy only.
 To:    files, analysis, core.registry.
 
-Promise: a module is well formed, and never changes. Modules with equal digests have the same
-vectors.
+Promise: the constructor checks a module, and the module never changes. Modules with equal digests
+have the same vectors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from vllm_scope.request.sites import ALIASES, STREAM_SITES, SiteLayer
 #: The largest layer number. No model has more layers, so a larger number in a file is a mistake.
 MAX_LAYER = 9999
 MAX_VECTORS = 4096
-#: The names of the tiers. A tier's vectors act on the tokens that its name selects.
+#: The names of the tiers. A tier is a set of vectors that act only on prompt tokens, or only on
+#: generated tokens.
 TIERS = ("prompt", "generated")
 
 Vector = NDArray[np.float32]
@@ -38,7 +39,7 @@ class Provenance:
     """The origin of a module's vectors. The digest of a module does not depend on the origin.
 
     Attributes:
-        model, revision: the model, and the model's revision, on which the vectors were computed.
+        model, revision: the model whose rows gave the vectors, and the revision of this model.
         method: the method of the computation, such as "mean_difference".
         dataset: the digest "sha256:..." of the contrast pairs, as `analysis.contrast.pairs_digest`
             returns it.
@@ -65,7 +66,8 @@ class Provenance:
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class SteeringModule(Mapping[SiteLayer, Vector]):
-    """Read-only vectors by (site, layer), of one hidden size. Modules with equal content are equal.
+    """Read-only vectors by (site, layer). All vectors have the same size. Modules with equal
+    content are equal.
 
     The mapping has the vectors that act on every token. `tiers` has the vectors that act only on
     prompt tokens or only on generated tokens.
@@ -75,9 +77,9 @@ class SteeringModule(Mapping[SiteLayer, Vector]):
             array, or a torch tensor of any float dtype and device. The module copies the vectors as
             float32. Sites must be on the residual stream. The only layer of the site `embed` is 0.
         provenance: the origin of the vectors.
-        tiers: vectors in the same form by the name of the tier, "prompt" or "generated". The
-            vectors of a tier are added only at prompt tokens or only at generated tokens, in
-            addition to the vectors for every token.
+        tiers: for each tier, "prompt" or "generated", vectors in the same form. The vectors of the
+            tier "prompt" are added only at prompt tokens, and the vectors of "generated" only at
+            generated tokens. `vectors` are added at these tokens too.
 
     Raises:
         SpecError: the module has no vectors or more than MAX_VECTORS; a tier is unknown; a key is
@@ -125,8 +127,8 @@ class SteeringModule(Mapping[SiteLayer, Vector]):
                 yield (*stream, tier), vector
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The constructor makes copies and unpickled modules, so that their vectors are read-only
-        # too.
+        # Copying and unpickling call the constructor, so that the vectors of the new module are
+        # read-only too.
         tiers = {tier: dict(vectors) for tier, vectors in self.tiers.items()}
         return SteeringModule, (dict(self.vectors), self.provenance, tiers)
 
@@ -218,8 +220,8 @@ def as_vector(value: object, where: str) -> Vector:
         SpecError: the values are not numbers, not of rank 1, empty, or not finite in float32.
     """
     if hasattr(value, "detach"):
-        # The value is a torch tensor. float() is called, because numpy has no bfloat16. module.py
-        # does not import torch.
+        # Only a torch tensor has `detach`. (This file does not import torch.) float() is called,
+        # because numpy has no bfloat16.
         value = value.detach().cpu().float().numpy()
     try:
         array = np.asarray(value)

@@ -6,9 +6,10 @@ To:    analysis.probes, cli.watch, probe_weights.
 
 NAME.safetensors has `weight` [hidden_size] and `bias` [1]. If a scaler comes before the probe, the
 file also has the scaler's `mean` and `scale`. The reader folds the scaler into weight and bias.
-NAME.json has the probe's `site` and `layer`. Optional fields of NAME.json are `pooling` (a selector
-of the training tokens, or a word such as "mean" if a training row was not the row of one token),
-`template` (the chat template of the training prompts), `calibration`, `model` and `threshold`.
+NAME.json has the probe's `site` and `layer`. NAME.json can also have `pooling`, `template`,
+`calibration`, `model` and `threshold`. `pooling` is the selector of the training tokens. If a
+training row was not the row of one token, `pooling` is a word such as "mean". `template` is the
+chat template of the training prompts.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from vllm_scope.vectors.module import as_stream, as_vector
 #: The values of `template` for prompts without a chat template, and for an unknown chat template.
 RAW, CHAT = "none", "chat"
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
-#: Two selectors are compared on a sample request with this number of positions. The first half of
-#: the positions is the prompt.
+#: To compare two selectors, `_covers` applies them to a sample request with this number of
+#: positions. The first half of the positions is the prompt.
 _POSITIONS = 4096
 
 
@@ -64,7 +65,8 @@ def doubts(
 
     Args:
         name: the probe's name, for the messages.
-        pooling, fitted: the tokens and the template of the training data.
+        pooling, fitted: the tokens and the chat template of the training data, from `pooling` and
+            `template` of NAME.json.
         tokens, template: the tokens and the template of the request. If `pooling` is None, tokens
             are not compared. If `fitted` or `template` is None, templates are not compared.
     """
@@ -211,8 +213,8 @@ def finite(value: object, name: str) -> float:
 def fold_tensors(
     weight: np.ndarray, bias: float, tensors: Mapping[str, object]
 ) -> tuple[NDArray[np.float64], float]:
-    """Call `fold` with `mean` and `scale` from `tensors`. Raises SpecError if the sizes do not fit,
-    or if `scale` is not above 0."""
+    """Call `fold` with `mean` and `scale` from `tensors`. Raises SpecError if their sizes differ
+    from the size of `weight`, or if a number of `scale` is not above 0."""
     mean, scale = (as_vector(tensors[name], name) for name in ("mean", "scale"))
     if not len(mean) == len(scale) == len(weight) or not (scale > 0).all():
         raise SpecError(

@@ -33,7 +33,8 @@ from vllm_scope.vectors.probe_files import finite, fold_tensors, probe_path
 
 Kind = Literal["linear", "mlp", "attention"]
 KINDS = ("linear", "mlp", "attention")
-#: The possible names of the query and the value of an attention probe, in the order of the search.
+#: The possible names of the query and the value of an attention probe. The first pair is tried
+#: first.
 QUERY_AND_VALUE = (("query", "value"), ("q", "v"))
 #: Names of the tensors of a scaler before a linear probe.
 SCALER = ("mean", "scale")
@@ -52,17 +53,18 @@ def from_state_dict(
     Args:
         state: a module's `state_dict()`, or arrays with the same names. The tensors can have any
             float dtype and device.
-        kind: the kind of probe. For "linear", the state has one torch.nn.Linear with one output,
-            and maybe `mean` and `scale` of a scaler before the layer. For "mlp", the state has the
-            two or three torch.nn.Linear layers of a torch.nn.Sequential. For "attention", the state
-            has a query and a value, and maybe `bias`, which is added to the score. The query and
-            the value are each a torch.nn.Linear or a parameter, [num_heads, width] or [width]. A
-            bias of the query has no effect. If the module scales its logits, the caller must
-            multiply the query by the scale.
+        kind: the kind of probe. For "linear", the state has one torch.nn.Linear with one output. It
+            can also have `mean` and `scale` of a scaler that comes before the layer. For "mlp", the
+            state has the two or three torch.nn.Linear layers of a torch.nn.Sequential. For
+            "attention", the state has a query and a value. It can also have `bias`, which is added
+            to the score. The query and the value are each a torch.nn.Linear or a parameter,
+            [num_heads, width] or [width]. A bias of the query has no effect. If the module scales
+            its logits, the caller must multiply the query by the scale.
         hidden: the function between the layers, if `kind` is "mlp".
         names: the names of the layers in order, or the names of the query and the value. `names`
-            can be None if there is only one layer, if the layers' names differ only in a number,
-            such as `net.0` and `net.2`, or if the names are `query` and `value`, or `q` and `v`.
+            can be None in three cases: there is only one layer; the layers' names differ only in a
+            number, such as `net.0` and `net.2`; or the names are `query` and `value`, or `q` and
+            `v`.
 
     Raises:
         SpecError: a tensor is missing or has a wrong shape, or the state has a tensor that `kind`
@@ -141,8 +143,8 @@ def _names_of(state: Mapping[str, object], kind: str) -> Sequence[str]:
 
 
 def _taken(rest: dict[str, object], name: str) -> tuple[Floats, Floats]:
-    """Remove the weight and the bias of a layer from `rest`, and return both. If there is no bias,
-    the bias that is returned is zero."""
+    """Remove the weight and the bias of a layer from `rest`, and return them. If the layer has no
+    bias, the returned bias is zero."""
     prefix = f"{name}." if name else ""
     key = name if name in rest else f"{prefix}weight"
     if key not in rest:
@@ -174,9 +176,9 @@ def _linear(layer: tuple[Floats, Floats], scaler: dict[str, object]) -> ProbeWei
 
 
 def _pool(layers: Layers, bias: Floats) -> ProbeWeights:
-    # A bias of the query has no effect, because it adds the same number to the logits of all
-    # positions, and a softmax then does not change. The bias of the value is added to the score,
-    # because the weights of the softmax sum to 1.
+    # A bias of the query has no effect. It adds the same number to the logits of all positions,
+    # which does not change their softmax. The bias of the value is added to the score, because the
+    # weights of the softmax sum to 1.
     (query, _), (value, of_value) = layers
     if bias.size != 1 or of_value.shape != np.atleast_2d(value).shape[:1]:
         raise SpecError(
