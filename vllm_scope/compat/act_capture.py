@@ -70,7 +70,7 @@ METADATA = "codec"
 
 @dataclass(frozen=True)
 class Settings:
-    """The values of the environment variables, after the check of these values.
+    """The checked values of the environment variables.
 
     Raises:
         ConfigError: a variable has a value that is not allowed.

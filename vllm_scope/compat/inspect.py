@@ -248,7 +248,7 @@ def _params(config: GenerateConfig, extra_args: Mapping[str, object] | None) -> 
             raise SpecError(f"this provider does not support {name}; leave it out.")
     given = {ours: getattr(config, theirs) for theirs, ours in SAMPLING.items()}
     options = {name: value for name, value in given.items() if value is not None}
-    # Without a limit of the caller, max_tokens=None lets generation continue to max_model_len.
+    # If the caller set no limit, max_tokens=None lets generation continue to max_model_len.
     options.setdefault("max_tokens", None)
     kind = RequestOutputKind.FINAL_ONLY
     return SamplingParams(**options, extra_args=extra_args, output_kind=kind)
