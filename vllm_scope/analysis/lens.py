@@ -21,11 +21,12 @@ from vllm_scope.analysis.rows import Result, check_complete
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.results.lens import TopTokens
 
-#: Maps the fields of a configuration that can have the final norm's epsilon to the kind of norm.
+#: The fields in which a configuration can give the epsilon of the final norm. Each field is mapped
+#: to the kind of norm that a model with this field usually has.
 _EPS: dict[str, Literal["rms", "layer"]] = {
     "rms_norm_eps": "rms", "layer_norm_eps": "layer", "layer_norm_epsilon": "layer",
 }  # fmt: skip
-#: The kind of norm of the models (`model_type`) whose field in _EPS belongs to the other kind.
+#: The exceptions to _EPS: models, by `model_type`, with the other kind of norm than _EPS says.
 #: Source: the files of these models in vLLM, and the file of falcon_mamba in transformers.
 _NORMS: dict[object, Literal["rms", "layer"]] = {
     "exaone": "rms", "falcon_mamba": "rms", "mamba": "rms", "mamba2": "rms", "molmo": "rms",
