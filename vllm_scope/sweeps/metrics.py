@@ -138,7 +138,7 @@ class KL(Metric):
 
     def value(self, found: Logprobs, clean: Logprobs) -> float:
         chance = np.exp(clean)
-        some = chance > 0  # else a token without a chance in both runs would give 0 * inf
+        some = chance > 0  # otherwise a token with probability 0 would give 0 * inf, which is NaN
         return float(np.sum(chance[some] * (clean[some] - found[some])))
 
 

@@ -5,19 +5,21 @@ From:  sweep (the receivers), plan (the edit, and the rows of the prompt's own r
 
 The prompt's own run is a run of the prompt without an edit. In path patching, all attention and MLP
 outputs outside the direct paths have the values of the prompt's own run. Therefore the stream from
-the edited part of a layer to a receiver is the prompt's own stream plus a constant change. The
-constant change is the change of the stream right after the edited part. Thus no request has to set
-attention and MLP outputs layer by layer. A cell consists of up to three kinds of requests.
+the edited part of a layer (attention or MLP) to a receiver is the prompt's own stream plus a
+constant change. The constant change is the change of the stream right after the edited part. Thus
+no request has to set attention and MLP outputs layer by layer. A cell consists of up to three kinds
+of requests.
 
 1. The first request has the edit, and reads the stream after the edited part.
 2. The second request sets the stream before each receiver to the prompt's own stream plus the
    change, and reads the receivers. Receivers on the stream do not need this request.
-3. The next request sets the receivers: those on the stream to the stream of item 2, all others to
-   the rows that were read. If a receiver is a head and comes after other receivers, one more
-   request sets the earlier receivers and reads the head's row (together with all heads of the same
-   depth). The answer to the last request is the cell's answer.
+3. The next request sets the receivers. A receiver on the stream gets the stream of item 2. Every
+   other receiver gets the row that the second request has read. If a receiver is a head and comes
+   after other receivers, the head's row is not known yet. Then one more request sets the earlier
+   receivers and reads this row. One request reads the rows of all heads of the same depth
+   (`_depth`). The answer to the last request is the cell's answer.
 
-Sources: Wang et al. 2022 (arXiv 2211.00593), section 3.1, in which MLP outputs can change, and
+Sources: Wang et al. 2022 (arXiv 2211.00593), section 3.1 (there, MLP outputs can change), and
 Goldowsky-Dill et al. 2023 (arXiv 2304.05969)
 """
 
@@ -210,10 +212,10 @@ class Paths:
     def _positions(self, reached: list[Place], changed: list[int], length: int) -> list[int]:
         """The positions at which a cell sets its receivers.
 
-        In two cases, rows at later positions can differ from the prompt's own rows. A receiver can
-        be after its layer's attention (`z`, `attn_out`), or the receivers can follow different
-        places of the stream. In these cases, the cell sets the receivers at all later positions
-        too.
+        These are the changed positions, and in two cases also all later positions, because rows
+        there can differ from the prompt's own rows. In the first case, a receiver is after its
+        layer's attention (`z`, `attn_out`). In the second case, the receivers follow different
+        places of the stream.
         """
         alone = len({self._entries[place] for place in reached}) == 1
         if alone and not any(place.site in _SEES_EARLIER for place in reached):
@@ -293,9 +295,9 @@ def _changed(sender: Place, at: list[int], length: int) -> list[int]:
 
 
 def _exit(sender: Place) -> Place:
-    """The place on the stream after the part (attention or MLP) that has the site. The exit of a
-    place on the stream is this place itself. The exit of `embed` is written as `resid_pre` of layer
-    0, which has the same values."""
+    """The place on the stream after the part (attention or MLP) that has the sender's site. The
+    exit of a place on the stream is this place itself. The exit of `embed` is written as
+    `resid_pre` of layer 0, which has the same values."""
     if sender.site in MODEL_SITES:
         return Place("resid_pre", 0)
     if sender.site in STREAM_SITES:
@@ -304,8 +306,8 @@ def _exit(sender: Place) -> Place:
 
 
 def _entry(receiver: Place) -> Place:
-    """The place on the stream before the part (attention or MLP) that has the site. A receiver on
-    the stream is its own entry."""
+    """The place on the stream before the part (attention or MLP) that has the receiver's site. A
+    receiver on the stream is its own entry."""
     if receiver.site in STREAM_SITES:
         return receiver
     return Place("resid_pre" if _of_attention(receiver) else "resid_mid", receiver.layer)
