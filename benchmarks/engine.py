@@ -228,7 +228,7 @@ def measure(llm: Any, work: Workload) -> dict[str, Any]:
 def first_tokens(
     engine: Any, prompts: list[Any], params: list[Any], clients: int
 ) -> tuple[list[tuple[float, float]], list[Any]]:
-    """Let clients share requests. A client sends its next request after its last one has ended.
+    """Let clients share requests. When a client's request has ended, the client sends the next one.
 
     Returns:
         for each request, the times in seconds when it was sent and when its first token arrived;
@@ -278,7 +278,8 @@ def serve(
     load: Callable[[dict[str, Any]], Any], measure: Callable[[Any, Workload], dict[str, Any]]
 ) -> None:
     """Load the model of the first line. Then measure the workload of each further line."""
-    # vLLM logs to standard output. File 1 therefore becomes standard error, and `out` has results.
+    # vLLM logs to standard output. Therefore file descriptor 1 becomes a copy of standard error.
+    # Results are written to `out`, which is the earlier standard output.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -39,8 +39,9 @@ class Server:
         return sum(process.memory_info().rss - process.memory_info().shared for process in family)
 
     def cpu(self) -> dict[str, float]:
-        """CPU seconds so far of "api", "core" and "worker", and "all" of them. On a GPU, a worker
-        in EngineCore's process counts as "core"."""
+        """The CPU seconds so far of the server's processes, by kind: "api" (API servers), "core"
+        (EngineCore), "worker", and "all". If a worker is in EngineCore's process, its CPU seconds
+        count as "core"."""
         found = {"api": 0.0, "core": 0.0, "worker": 0.0}
         for process in [self.process, *self.process.children(recursive=True)]:
             times = process.cpu_times()
@@ -52,7 +53,8 @@ def _kind(process: psutil.Process) -> str:
     title = " ".join(process.cmdline())
     if "Worker" in title:
         return "worker"
-    # On some machines the titles that vLLM gives its processes cannot be seen.
+    # On some machines the titles that vLLM gives its processes cannot be seen. There, a process
+    # that uses a GPU counts as EngineCore.
     uses_gpu = "/dev/nvidia" in Path(f"/proc/{process.pid}/maps").read_text()
     return "core" if uses_gpu or "EngineCore" in title else "api"
 

@@ -1,8 +1,9 @@
 """Tokens per second: plain vLLM, the plugin idle, and reading, in one run.
 
-The engines are loaded at the same time, and compute in turns. If the machine's speed changes, it
-changes for all. A speed is the median of the turns. A ratio divides the speed of a turn by plain
-vLLM's speed in the same turn. The table has the median of the ratios and its 95 % interval.
+The engines are loaded at the same time, and compute in turns. If the machine's speed changes, the
+change affects all engines. A speed is the median of the turns. A ratio divides the speed of a turn
+by plain vLLM's speed in the same turn. The table has the median of the ratios and its 95 %
+interval.
 
     python -m benchmarks.throughput                    # toy world on a CPU
     python -m benchmarks.throughput --shape 8b --gpu   # random weights on a GPU
@@ -116,7 +117,7 @@ def run(
             for mode in order(modes, turn):
                 engine, change = modes[mode]
                 if (turn > 1 and engine in SLOW) or mode in dead:
-                    continue  # a slow engine has one turn, a failed mode no further turn
+                    continue  # a slow engine has one turn, and a failed mode has no further turns
                 salt += 1
                 try:
                     answer = engines[engine].ask(encode(replace(base, salt=salt, **change)))
@@ -156,7 +157,7 @@ def error_of(
 
 
 def figures(answers: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
-    """Figures of a mode, compared with the same number of plain vLLM's first turns."""
+    """Figures of a mode. If the mode has n turns, they are compared with plain vLLM's first n."""
     speeds = [a["tokens"] / a["seconds"] for a in answers]
     ratio = ratio_of(speeds, [a["tokens"] / a["seconds"] for a in plain[: len(answers)]])
     found = {"tokens_per_s": statistics.median(speeds), "turns": len(answers)}
