@@ -89,8 +89,8 @@ class ScopeAPI(ModelAPI):
         model_path: the folder or name of the model to load, in place of `model_name`.
         chat: whether the model's chat template formats the messages. If False, the texts of the
             messages are joined with newlines, for models that continue text.
-        tensors: the folder for the files of rows. The default is the folder "scope-tensors" in
-            INSPECT_LOG_DIR, or in ./logs without this variable.
+        tensors: the folder for the files of rows. The default is the folder "scope-tensors" in the
+            folder that INSPECT_LOG_DIR names, or in ./logs if this variable is not set.
         model_args: more options of vLLM's engine.
     """
 
@@ -115,7 +115,7 @@ class ScopeAPI(ModelAPI):
         self._number = 0
 
     def max_connections(self) -> int:
-        """How many requests Inspect sends at most at the same time. vLLM can queue some of them."""
+        """The most requests that Inspect sends at the same time. vLLM can queue some of these."""
         return 256
 
     async def generate(

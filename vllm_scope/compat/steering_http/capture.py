@@ -80,7 +80,7 @@ class CaptureResult:
         status: "pending" while the request runs, then "ok", "partial_error" or "error".
             "partial_error" means that rows are missing. The status stays "pending" if the sink does
             not answer in time.
-        error: the reason of the status, if the status is not "ok".
+        error: the reason for the status, if the status is not "ok".
         payload: the paths of the files, for the consumer `filesystem`. An HTTP request without the
             operator's key gets only the names of the files. For another consumer, the payload is
             the details of the sink's manifest.

@@ -95,7 +95,7 @@ class LLM(vllm.LLM):
             A request waits until there is room for its vectors. The option
             additional_config["scope"].vectors_mib sets the size of this room.
         capture_consumers: the sinks, each as {"name", "params"}. The params of `filesystem` have
-            the fork's names. The params of another sink are the options that this sink has in
+            the fork's names. The params of any other sink are this sink's own options, as in
             additional_config["scope"].sinks.
 
     Raises:
