@@ -34,10 +34,11 @@ class ActivationCache(Mapping[str, Tensor]):
 
     For sites inside the attention, the shape is [batch, pos, head, d_head].
 
-    In most models, a layer's `resid_post` is the next layer's `resid_pre`. If neither the request
-    nor the model changes the stream between these two sites, a read of one site is available under
-    both names, and the keys of the cache have both names. The shorthands of TransformerLens are
-    possible too, such as `cache["resid_post", 3]`, `cache["embed"]` and `cache["resid_post", -1]`.
+    In most models, a layer's `resid_post` is the next layer's `resid_pre`. Suppose that neither the
+    request nor the model changes the stream between these two sites. Then a read of one site is
+    available under both names, and the keys of the cache have both names. The shorthands of
+    TransformerLens are possible too, such as `cache["resid_post", 3]`, `cache["embed"]` and
+    `cache["resid_post", -1]`.
 
     `blocks.3.attn.hook_pattern`, or `cache["pattern", 3]`, is [batch, head, query pos, key pos] in
     float32. The first access computes the pattern from the layer's `q` and `k`. A pattern is not in

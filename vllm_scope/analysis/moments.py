@@ -358,7 +358,7 @@ def _solve(matrix: Floats, vector: Floats, rank: int) -> Floats:
     """
     factor, failed = torch.linalg.cholesky_ex(torch.from_numpy(matrix))
     pivots = factor.diagonal() ** 2
-    # A smaller pivot is no larger than the rounding error of the largest pivot.
+    # A pivot below `least` can be only a rounding error of the largest pivot.
     least = len(matrix) * np.finfo(np.float64).eps * pivots.max()
     if rank >= len(matrix) and not failed and pivots.min() > least:
         found = torch.cholesky_solve(torch.from_numpy(vector)[:, None], factor)

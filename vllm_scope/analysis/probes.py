@@ -79,9 +79,9 @@ class LinearProbe:
             are unknown.
         model: the model of the stream.
         threshold: the concept counts as present if the score is above this number.
-        template: the chat template of the prompts to which the probe was fitted. The value is a
-            `template_digest`, "none" for prompts without a chat template, "chat" for an unknown
-            chat template, or None if it is unknown whether the prompts had a chat template.
+        template: the chat template of the prompts to which the probe was fitted, as a
+            `template_digest`. "none" means that the prompts had no chat template. "chat" means an
+            unknown chat template. None means that it is unknown whether the prompts had one.
         calibration: the calibration that `probabilities` uses, or None if scores are logits.
 
     Raises:
