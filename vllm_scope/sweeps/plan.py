@@ -6,7 +6,8 @@ From:  sweep, source.   To: engine.frontend.sweeping (makes requests of the jobs
 Order: for each prompt, the plan yields the jobs that read the prompt and its source, and then the
 jobs of the prompt's cells. The first job of a prompt has no edit, and fills the prefix cache. All
 cells of the prompt use the KV blocks in the cache that are before the edited position. The jobs
-that read the next prompt come before the cells of this prompt, so that both can run together.
+that read the next prompt come before the cells of this prompt, so that the engine can run these
+jobs together with the cells.
 """
 
 from __future__ import annotations
@@ -159,8 +160,8 @@ class Plan:
         row_shape = sites.row_shape(sweep.site)
         self.heads = sweep.heads_of(row_shape[0])
         if most_cells is not None:
-            # This check is before the encoding of the prompts, which takes far longer than to
-            # receive the prompts.
+            # Check before the prompts are encoded, because to encode many prompts takes far longer
+            # than to receive them.
             self._check_size(_num_prompts(prompts), 1, most_cells)
         self.ids = _checked(as_prompts(prompts, encode, "prompts"), "prompts", check)
         lengths = [len(ids) for ids in self.ids]
