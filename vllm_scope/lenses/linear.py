@@ -13,11 +13,12 @@ The metadata can name the site of the rows. The default site is `resid_post`. Th
 also has this form, with the matrix J as the weight at `resid_post`.
 
 The second form is a folder of the package tuned-lens, with `config.json` and `params.safetensors`.
-The latter has the tensors of tuned-lens's `params.pt`, with the same names as in the first form.
-The map is x + weight x + bias. Map i is for `resid_pre` of layer i, the row that enters the layer.
+The file `params.safetensors` has the tensors of tuned-lens's `params.pt`, with the same names as in
+the first form. The map is x + weight x + bias. Map i is for `resid_pre` of layer i, the row that
+enters the layer.
 
 The formulas are those of tuned-lens 0.2 (TunedLens.transform_hidden and TunedLens.save) and of
-jlens (in JacobianLens, the map is `J_l @ h`, where h is the row that leaves layer l).
+jlens. In jlens's JacobianLens, the map is `J_l @ h`, where h is the row that leaves layer l.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class LinearLens:
 
     @property
     def places(self) -> Mapping[Place, Affine]:
-        """The same object as `maps`, typed with Place as the keys."""
+        """The same object as `maps`, with Place as the type of the keys."""
         return cast(Mapping[Place, Affine], self.maps)
 
     @property

@@ -16,7 +16,7 @@ from vllm_scope.views.checks import decoder_of, expect, labels_of, numbers_of, t
 from vllm_scope.views.document import Picture
 from vllm_scope.views.parts import Part, cell, grid, legend, text
 
-#: The default limits of the number of positions, and of the number of features at each position.
+#: By default, a picture shows at most this many positions, and this many features at each position.
 MOST_POSITIONS, MOST_FEATURES = 64, 8
 
 
