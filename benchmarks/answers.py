@@ -54,7 +54,8 @@ PART = 8
 
 
 def recorded(layers: int, tokens: int, width: int) -> Any:
-    """A function that returns the bfloat16 result after a number of tokens (None for all)."""
+    """A function of a number of tokens, which returns a result with the bfloat16 rows of the first
+    tokens. For None, the result has the rows of all tokens."""
     import numpy as np
     import torch
 

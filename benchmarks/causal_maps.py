@@ -68,7 +68,7 @@ class HuggingFace:
 
     def logits(self, ids: Tensor, patches: Mapping[int, Patch]) -> Tensor:
         def enter(patch: Patch, module: object, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            # The embedding of a batch can be a view in which cells share rows.
+            # The embedding of a batch can be a view in which cells share rows. So patch a copy.
             stream = args[0].clone()
             patch(stream)
             return stream, *args[1:]

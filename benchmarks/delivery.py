@@ -73,7 +73,8 @@ class Shape(NamedTuple):
         return self.requests * self.layers * self.tokens * 2 * HIDDEN
 
 
-#: Prompts that are drained tap by tap; and decoding, where one message has several steps.
+#: Large batches: prompts, which are drained tap by tap, and decoding, with several steps in one
+#: message.
 LARGE = {
     "prefill, tap by tap": Shape(16, 32, 256, 2048, by_tap=True),
     "decode": Shape(64, 32, 64, 256),

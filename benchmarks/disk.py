@@ -130,8 +130,9 @@ def writers_alone(folder: Path, num_bytes: int, turns: int) -> float:
 
 
 def through_an_engine(folder: Path, dd: float) -> None:
-    """Serve toy world. Every layer of every token is written to files. In later runs of the same
-    turn, the caller gets these rows, or no rows are read."""
+    """Serve the toy world's model, and print speeds. Each turn has three runs. In the first run,
+    the rows of every layer and token go to files. In the second run, the caller gets these rows. In
+    the third run, no rows are read."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM, SamplingParams
 

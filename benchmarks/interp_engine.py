@@ -1,10 +1,11 @@
 """interp-engine's static backend in a process of its own.
 
-This module uses the lines of JSON of `benchmarks.engine`. `interp_engine` and the vLLM that it pins
-must be on Python's path. A point is a place that interp-engine can read or write. Points are
-declared when the engine starts. The option `declared` names the points. By default, these are
-`resid_post` of all layers, to read and to write. A request is one call of `generate_steered`. As in
-interp-engine's benchmarks, concurrent requests of one event loop share batches.
+This module reads and writes the same lines of JSON as `benchmarks.engine`. `interp_engine` and the
+vLLM that it pins must be on Python's path. A point is a place that interp-engine can read or write.
+Points are declared when the engine starts. The option `declared` names the points. By default, the
+points are `resid_post` of all layers, to read and to write. A request is one call of
+`generate_steered`. As in interp-engine's benchmarks, concurrent requests of one event loop share
+batches.
 
 Source: interp_engine 1.14.2, interp_engine/vllm_backend.py, VLLMModel.
 """

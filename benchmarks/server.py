@@ -66,8 +66,8 @@ def serving(model: Path, options: list[str], log: Path, plugin: bool = True) -> 
     Args:
         plugin: False: serve without vllm-scope.
     """
-    # The module that `vllm serve` runs with one API server. The command itself does not start in
-    # the CPU build, because it looks for a distribution with another name.
+    # The module that `vllm serve` runs with one API server. With vLLM's CPU build, the command
+    # itself does not start, because it looks for a Python distribution with another name.
     program = ["vllm.entrypoints.openai.api_server", "--model"]
     if "--api-server-count" in options:
         program = ["vllm.entrypoints.cli.main", "serve"]
@@ -85,10 +85,11 @@ def serving(model: Path, options: list[str], log: Path, plugin: bool = True) -> 
 def running(
     command: list[str], environment: dict[str, str], log: Path, start_s: float, end_s: float
 ) -> Iterator[tuple[str, psutil.Process]]:
-    """Start a server on a free port. Yield its URL and process after it answers, then end it.
+    """Start a server on a free port. Yield the server's URL and process when the server answers. At
+    the end of the `with` statement, end the server.
 
     Args:
-        environment: variables in addition to this process's.
+        environment: environment variables in addition to those of this process.
         start_s, end_s: the most seconds until the server answers, and from SIGTERM to its end.
     """
     with socket.socket() as probe:

@@ -34,7 +34,7 @@ BESIDE = (["scope", "eager"], ["lens", "huggingface"], ["interp-plain", "interp"
 
 
 class Engine:
-    """A child process that runs `benchmarks.engine`, or a module with the same lines of JSON."""
+    """A child process that runs `benchmarks.engine`, or another module with the same protocol."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ def start(name: str, options: dict[str, Any], logs: Path) -> Engine:
 
 
 def path_of(variable: str) -> str:
-    """PYTHONPATH, with the variable's folder before all others."""
+    """The value of PYTHONPATH, after the folder that an environment variable names."""
     return f"{Path(os.environ[variable]).absolute()}:{os.environ.get('PYTHONPATH', '')}"
 
 

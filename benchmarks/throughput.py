@@ -43,7 +43,7 @@ GPU_WORK += [Workload("prefill 1x512", 1, 512, 1)]
 #: Workloads that run only if `--only` names them.
 MORE_CPU_WORK = [Workload("batch 8", 8, 16, 64), Workload("batch 64", 64, 16, 64)]
 MORE_GPU_WORK = [Workload("batch 8", 8, 128, 256)]
-#: Prompts with the same beginning. With a prefix cache, most of their tokens are hits.
+#: Prompts with the same beginning. If there is a prefix cache, it has most of their tokens.
 SHARED = [
     Workload("shared 256", 256, 96, 128, shared=768),
     Workload("first token", 16, 96, 8, shared=768, first=True),
@@ -58,7 +58,7 @@ Modes = dict[str, tuple[str, dict[str, Any]]]
 def modes_of(
     engines: dict[str, Engine], num_layers: int, saes: int = 0, lens: int = 0, sums: bool = False
 ) -> Modes:
-    """The rows of the table for which engines exist.
+    """The modes, which are the rows of the table, without the modes whose engine is missing.
 
     Args:
         saes: number of layers that have an SAE.
