@@ -14,10 +14,10 @@ of requests.
 2. The second request sets the stream before each receiver to the prompt's own stream plus the
    change, and reads the receivers. Receivers on the stream do not need this request.
 3. The next request sets the receivers. A receiver on the stream gets the stream of item 2. Every
-   other receiver gets the row that the second request has read. If a receiver is a head, the other
-   heads of its row depend on the receivers before this head. Therefore one more request sets the
-   earlier receivers and reads the row. One request reads the rows of all heads of the same depth
-   (`_depth`). The answer to the last request is the cell's answer.
+   other receiver gets the row that the second request has read. If a receiver is a head and comes
+   after other receivers, the other heads of its row depend on the earlier receivers. Therefore one
+   more request sets the earlier receivers and reads the row. One request reads the rows of all
+   heads of the same depth (`_depth`). The answer to the last request is the cell's answer.
 
 Sources: Wang et al. 2022 (arXiv 2211.00593), section 3.1 (there, MLP outputs can change), and
 Goldowsky-Dill et al. 2023 (arXiv 2304.05969)

@@ -44,7 +44,7 @@ class AskedSweep:
 
     Attributes:
         prompts: prompts in a form that `vllm_scope.sweep` accepts.
-        stream: whether the server sends each cell as soon as it is computed. If False, the server
+        stream: whether the server sends cells as soon as they are computed. If False, the server
             sends the whole table at the end.
     """
 
