@@ -19,7 +19,8 @@ http.py          a server's clients: throughput
 soak.py          a server's clients: half an hour of mixed load
 server.py        a server in a process of its own
 
-Other modules describe themselves. OUT in the environment names the folder of logs.
+The other modules of this folder describe themselves in their docstrings. The environment variable
+OUT names the folder of logs.
 """
 
 from __future__ import annotations

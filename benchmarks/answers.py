@@ -5,9 +5,10 @@
 
 A server process answers with recorded rows. The server uses vLLM's response classes and all code of
 vllm-scope from the finished result to the socket. The client parses only the answers that name a
-file. The kinds of answers take turns. There are four figures: the CPU time of the server process
-for a request; the difference to a plain request's CPU time, divided by the MB of rows; the MB that
-the server sends; and the longest time in which the event loop did not run other tasks.
+file. The kinds of answers take turns. There are four figures. The first is the CPU time of the
+server process for a request. The second is the CPU time of a MB of rows: the difference to a plain
+request's CPU time, divided by the MB of rows. The third is the MB that the server sends. The fourth
+is the longest time in which the event loop did not run other tasks.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ PART = 8
 
 
 def recorded(layers: int, tokens: int, width: int) -> Any:
-    """A function that returns the bfloat16 result after a number of tokens (None for all)."""
+    """A function of a number of tokens, which returns a result with the bfloat16 rows of the first
+    tokens. For None, the result has the rows of all tokens."""
     import numpy as np
     import torch
 
@@ -241,7 +243,7 @@ def main() -> None:
     kinds = [k for k in KINDS if k in args.kinds or k in {KINDS[x][0] for x in args.kinds}]
     command = [sys.executable, "-m", "benchmarks.answers", "--serve"]
     with tempfile.TemporaryDirectory() as folder:
-        # With this limit, answers in JSON have all rows too.
+        # This limit is so large that answers in JSON have all rows too.
         env = {"VLLM_SCOPE_RESULTS_DIR": folder, "VLLM_SCOPE_INLINE_KIB": str(1 << 20)}
         with running(command, env, Path(folder) / "log", 300, 20) as (url, process):
             client = Client(url, process, shape)

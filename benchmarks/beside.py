@@ -4,11 +4,12 @@
     python -m benchmarks.beside --gpu --shape 8b   # random weights
 
 Each client sends a request of 128 tokens (32 on a CPU), receives 32 generated tokens, and sends the
-next request. In one phase, no sweep runs. In each other phase a sweep runs too, with another
-`share`. The sweep patches `resid_pre` of prompts of 24 tokens, at all layers and positions. The
-sweep yields to the clients, so its cells are in the engine for `share / 5` of the time. Every turn
-has all phases, in the reverse order of the turn before. The first turn warms up. A ratio divides a
-percentile with the sweep by the same percentile without a sweep, of the same turn.
+next request. In the first kind of phase, no sweep runs. In each other kind of phase, a sweep runs
+too, with one of the `--shares` as the argument `share` of `sweep_async`. The sweep patches
+`resid_pre` of prompts of 24 tokens, at all layers and positions. The sweep yields to the clients,
+so its cells are in the engine for `share / 5` of the time. Every turn has one phase of each kind.
+The order of the phases is reversed in every second turn. The first turn warms up. A ratio compares
+two phases of the same turn: it divides a percentile with a sweep by the percentile without a sweep.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Beside:
         return {"prompt_token_ids": self._random.integers(5, self._most, size).tolist()}
 
     async def _client(self, first: list[float], next_: list[float], whole: list[float]) -> None:
-        """Send requests until the task is cancelled. Append the times, in seconds, to the lists."""
+        """Send requests until the task is cancelled. Append times in seconds: to a request's first
+        token (`first`), between tokens (`next_`), and of whole requests (`whole`)."""
         from vllm import SamplingParams
 
         params = SamplingParams(

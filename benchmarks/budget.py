@@ -4,10 +4,10 @@
 
 The engine and its front-end run in this process. The benchmark times the parts of vllm-scope that
 the worker's main thread calls in a step, and one part of the drain thread. Parts within other parts
-are timed in another run, because timing a part takes about 3 microseconds. A figure is the median
-of a part's calls in microseconds: by the clock, and of CPU. The clock includes waits for Python's
-lock, which the front-end and the drain thread hold too. If the front-end is in another process,
-these waits are shorter.
+are timed in another run, because timing a part takes about 3 microseconds. There are two figures
+for each part, in microseconds: the median time of a call by the clock, and its median CPU time. The
+time by the clock includes waits for Python's lock, which the front-end and the drain thread hold
+too. If the front-end is in another process, these waits are shorter.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ FOLDER has TransformerLens: `pip install --no-deps --target FOLDER -r requiremen
 
 A map patches `resid_pre` of one prompt's run into another prompt's run, at every layer and
 position. The value is the difference of two logits of the next token. All systems get the same
-prompts and take turns. A turn's time includes the run on the source's prompt. A turn's time leaves
+prompts and take turns. A turn's time includes the run on the source prompt. A turn's time leaves
 out the start of the engine and of the models. The first turn warms up, with one prompt.
 """
 
@@ -68,7 +68,7 @@ class HuggingFace:
 
     def logits(self, ids: Tensor, patches: Mapping[int, Patch]) -> Tensor:
         def enter(patch: Patch, module: object, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            # The embedding of a batch can be a view in which cells share rows.
+            # The embedding of a batch can be a view in which cells share rows. So patch a copy.
             stream = args[0].clone()
             patch(stream)
             return stream, *args[1:]
@@ -163,7 +163,7 @@ def by_sweep(llm: Any, asked: Tensor, other: Tensor) -> Tensor:
 def engine_of(folder: Path, args: argparse.Namespace) -> Any:
     from vllm import LLM
 
-    # Two other models are on the GPU.
+    # The models of the other two systems are in the same memory.
     options: dict[str, Any] = {"gpu_memory_utilization": 0.4 if args.gpu else 0.3}
     if args.shape:
         options["load_format"] = "dummy"

@@ -3,16 +3,17 @@
     python -m benchmarks.delivery            # all layers of 8B's shape
     python -m benchmarks.delivery --small    # 64 requests x 1 layer x 128 tokens
 
-A worker process has a ring, whose rows were written one time. The worker sends the messages of the
-drain: headers that name spans of the ring, as fast as the ring has room. The front-end is this
-process: a receiver, an inbox, buffers, results. The time of a batch is from the first opened buffer
-until the results are complete and dropped. As with `LLM.generate`, all results of a batch are in
-memory together. With `--kept N`, the last N batches of a line are kept, and older ones dropped.
+A worker process has a ring, whose rows were written one time. The worker sends the messages that a
+drain would send: headers that name spans of the ring. The worker sends a message as soon as the
+ring has room. The front-end is this process: a receiver, an inbox, buffers, results. The time of a
+batch is from the first opened buffer until the results are complete and dropped. As with
+`LLM.generate`, all results of a batch are in memory together. With `--kept N`, the last N batches
+of a line of the table are kept, and older batches are dropped.
 
-In the same turns, numpy copies as many bytes within this process, to touched memory and to new
-memory. numpy uses as many threads as the inbox has. A figure is the median of the turns with its
-95 % interval. The ratio is a line's speed divided by the first line's speed, turn by turn. CPU time
-is the time of all threads of this process.
+In the same turns, numpy copies as many bytes within this process, to memory that was used before
+and to new memory. numpy uses as many threads as the inbox has. A figure is the median of the turns
+with its 95 % interval. The ratio is a line's speed divided by the first line's speed, turn by turn.
+CPU time is the time of all threads of this process.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Shape(NamedTuple):
         return self.requests * self.layers * self.tokens * 2 * HIDDEN
 
 
-#: Prompts that are drained tap by tap; and decoding, where one message has several steps.
+#: Large batches: prompts, which are drained tap by tap, and decoding, with several steps in one
+#: message.
 LARGE = {
     "prefill, tap by tap": Shape(16, 32, 256, 2048, by_tap=True),
     "decode": Shape(64, 32, 64, 256),

@@ -2,12 +2,13 @@
 
     python -m benchmarks.disk --folder .bench
 
-Three programs write to the same file system, in one run, and all sync: `dd` (bs=16M
-conv=fdatasync); the writer of each layout alone, in turns with dd; and an engine that serves toy
-world and writes every layer of every token to sharded files. The writers get rows as from an
-engine: in blocks of one step, whose memory is used again after the call. The ratio of a writer to
-dd is the median of the turns' ratios, because the speed of a shared machine's disk changes more
-from turn to turn than the speeds of writers differ. The engine has no turns with dd.
+Three kinds of programs write to the same file system, in one run. Each program syncs its files. The
+first is `dd` (bs=16M conv=fdatasync). The second is the writer of each layout alone, in turns with
+dd. The third is an engine that serves the toy world and writes every layer of every token to
+sharded files. The writers get rows as from an engine: in blocks of one step, whose memory is used
+again after the call. The ratio of a writer to dd is the median of the turns' ratios: on a shared
+machine, the disk's speed changes more from turn to turn than the speeds of writers differ. The
+engine has no turns with dd.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def writers_alone(folder: Path, num_bytes: int, turns: int) -> float:
     everyone = ["dd", *LAYOUTS]
     found: dict[str, list[float]] = {who: [] for who in everyone}
     num_files: dict[str, int] = {}
-    # The first turn is not counted, because writers and memory are new.
+    # The first turn is not counted, because writers and memory are used for the first time.
     for turn in range(turns + 1):
         # The order rotates, because the disk can be slower for a later writer.
         for who in everyone[turn % len(everyone) :] + everyone[: turn % len(everyone)]:
@@ -129,8 +130,9 @@ def writers_alone(folder: Path, num_bytes: int, turns: int) -> float:
 
 
 def through_an_engine(folder: Path, dd: float) -> None:
-    """Serve toy world. Every layer of every token is written to files. In later runs of the same
-    turn, the caller gets these rows, or no rows are read."""
+    """Serve the toy world's model, and print speeds. Each turn has three runs. In the first run,
+    the rows of every layer and token go to files. In the second run, the caller gets these rows. In
+    the third run, no rows are read."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM, SamplingParams
 

@@ -25,9 +25,10 @@ class Workload:
     """`batch` requests. Each has `prompt` tokens and generates `generate` tokens.
 
     Attributes:
-        layers: every request reads `resid_post` of these layers at every token; None: no read.
-        edits: "own": each request adds its own vector in the middle layer; "one": all requests add
-            the same vector; "gated": like "own", and each edit has its own gate.
+        layers: every request reads `resid_post` of these layers at every token. With None, no
+            request reads.
+        edits: with "own", each request adds its own vector in the middle layer. With "one", all
+            requests add the same vector. "gated" is like "own", and each edit has its own gate.
         probes: number of probes that score every token, in the middle layer.
         named: True: the probes' weights are steering modules that the engine holds.
         features: layers whose SAEs' 32 strongest features are read, at every token.
@@ -66,8 +67,12 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """The count that is divided by the measured seconds: generated tokens; prompt tokens if
-        `generate` is 1; first tokens with `first`; 1 with `clients`, to measure a mean time."""
+        """The count that is divided by the measured seconds.
+
+        By default, this is the number of generated tokens, or of prompt tokens if `generate` is 1.
+        With `first`, it is the number of first tokens. With `clients`, it is 1, because the
+        measured seconds are a mean time.
+        """
         if self.clients:
             return 1
         if self.first:
@@ -228,7 +233,7 @@ def measure(llm: Any, work: Workload) -> dict[str, Any]:
 def first_tokens(
     engine: Any, prompts: list[Any], params: list[Any], clients: int
 ) -> tuple[list[tuple[float, float]], list[Any]]:
-    """Let clients share requests. A client sends its next request after its last one has ended.
+    """Let clients share requests. When a client's request has ended, the client sends the next one.
 
     Returns:
         for each request, the times in seconds when it was sent and when its first token arrived;
@@ -278,7 +283,8 @@ def serve(
     load: Callable[[dict[str, Any]], Any], measure: Callable[[Any, Workload], dict[str, Any]]
 ) -> None:
     """Load the model of the first line. Then measure the workload of each further line."""
-    # vLLM logs to standard output. File 1 therefore becomes standard error, and `out` has results.
+    # vLLM logs to standard output. Therefore file descriptor 1 becomes a copy of standard error.
+    # Results are written to `out`, which is the earlier standard output.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -106,7 +106,8 @@ class Road:
         self.asked = scope(*probes)
 
     def _open_worker(self) -> None:
-        """Open a worker in the state after `load`, with room for steps of `most_rows` rows."""
+        """Open a worker, in the state in which `ScopeWorker.load` leaves it, with room for steps of
+        `most_rows` rows."""
         import torch
 
         from vllm_scope.config import ScopeConfig

@@ -4,12 +4,12 @@
     python -m benchmarks.harvest                                   # vLLM in processes of its own
 
 All modes read the same layers, in one run. The time of a model's start is left out. The harvest
-computes all documents, and a loop computes only the first of these documents (LOOPED). A loop keeps
-its rows in memory. The harvest writes shards, hashes and figures. One loop computes one document at
-a time. The other loop pads batches of documents, whose rows then differ in their last bits. Each
-loop is measured with one thread and with all threads, and the faster figure counts. The modes take
-turns, because the load of other programs changes. The loops have a process of their own, because
-vLLM binds the threads of the process in which it computes.
+computes all documents. A loop computes only the first of these documents (LOOPED says how many). A
+loop keeps its rows in memory. The harvest writes shards, hashes and figures. One loop computes one
+document at a time. The other loop computes padded batches of documents, so its rows differ in their
+last bits. Each loop is measured with one thread and with all threads, and the faster figure counts.
+The modes take turns, because the load of other programs changes. The loops have a process of their
+own, because vLLM binds the threads of the process in which vLLM computes.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from vllm_scope.harvests.contexts import Long
 TOYWORLD = Path(__file__).parent.parent / "toyworld" / "model"
 LAYERS = (2, 4)
 CONTEXT = 128
-#: The number of documents that a loop computes in a turn with each number of threads. A loop with
-#: batches computes four times as many. If the documents are short, turns of a loop and of the
-#: harvest then take equally long, so both see the same load of the machine.
+#: In a turn, a loop computes this number of documents with each number of threads. A loop with
+#: batches computes four times as many. With these numbers and short documents, a loop and the
+#: harvest take equally long in a turn. Therefore both have the same load of other programs.
 LOOPED = 400
 #: Loop -> the number of documents that the loop computes in one forward.
 LOOPS = {"loop": 1, "loop, batches of 32": 32}
@@ -81,14 +81,15 @@ def whole(tokenizer: Any, count: int) -> list[list[int]]:
 
 @contextmanager
 def process_of_loops() -> Iterator[Executor]:
-    """A process for loops, in which `loop` has run one time."""
+    """A process for loops. `loop` has run there one time, to load the model."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         pool.submit(loop, [[1, 2, 3]], 1).result()
         yield pool
 
 
 def loop(ids: Sequence[Sequence[int]], num_threads: int, batch: int = 1) -> Rate:
-    """Compute documents with Hugging Face, `batch` in one forward. Shorter ones are padded."""
+    """Compute documents with Hugging Face, `batch` documents in one forward. Shorter documents are
+    padded."""
     model = huggingface()
     torch.set_num_threads(num_threads)
     rows = []

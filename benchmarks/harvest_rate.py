@@ -131,7 +131,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--ready", action="store_true")
     parser.add_argument("--out", default=".bench", help="folder of the shards")
-    # Large, so that the harvest's start and end, half a second together, are a small share.
+    # The default is large, because the harvest's start and end together take half a second. This
+    # must be a small share of the harvest's time.
     parser.add_argument("--documents", type=int, default=1024)
     parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args()

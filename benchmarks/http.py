@@ -1,11 +1,11 @@
 """Tokens per second over HTTP: the cost of a scope for the clients of one server, in turns.
 
 The same server serves plain requests and other kinds, one kind after another. If the machine's
-speed changes, it changes for all kinds. The clients are in processes of their own (`--processes`).
-A client takes as much CPU to receive an answer of 3 MB as the server takes to send it. All clients
-of a GPU's server in one process would therefore be slower than the server. The first turn warms up.
-In this turn the clients check that no row is missing. In later turns they parse fewer answers,
-because with few cores the clients' work slows the server.
+speed changes, the change affects all kinds. The clients are in several processes (`--processes`).
+A client needs as much CPU to receive an answer of 3 MB as the server needs to send the answer.
+Clients in one process could therefore be slower than the server. The first turn warms up. In this turn the
+clients check that no row is missing. In later turns they parse fewer answers, because with few
+cores the clients' work slows the server.
 
     python -m benchmarks.http                    # toy world on a CPU
     python -m benchmarks.http --gpu --shape 8b   # random weights on a GPU
@@ -55,8 +55,8 @@ CPU_WORK += [Load("prefill, 16 clients", 16, 48, 200, 1)]
 GPU_WORK = [Load("1 client", 1, 4, 128, 256), Load("64 clients", 64, 256, 128, 256)]
 GPU_WORK += [Load("256 clients", 256, 768, 128, 256), Load("prefill, 64 clients", 64, 256, 1024, 1)]
 
-#: kind -> (the plain kind to compare with, streams?, reads?, probes?, more vllm_xargs). The clients
-#: of kinds with "binary" accept binary answers.
+#: kind -> (the plain kind to compare with, whether requests stream, read and have a probe, more
+#: fields of vllm_xargs). If a kind's name contains "binary", its clients accept binary answers.
 KINDS: dict[str, tuple[str, bool, bool, bool, dict[str, str]]] = {
     "plain": ("plain", False, False, False, {}),
     "1 layer": ("plain", False, True, False, {}),
@@ -118,8 +118,7 @@ class Clients:
 
 
 def shares_of(load: Load, count: int) -> list[Load]:
-    """Divide the clients and the requests of a load among `count` processes. If there are fewer
-    clients than processes, each client has a process."""
+    """Split a load among at most `count` processes, so that each process has a client."""
     count = min(count, load.clients)
     return [
         replace(
@@ -216,7 +215,7 @@ def measure(
             row |= {name: statistics.median(a[name] for a in answers) for name in answers[0]}
             row |= {"ratio": ratio.median, "low": ratio.low, "high": ratio.high}
             cpu = [name for name in row if name.endswith("_cpu_s")]
-            for name in cpu:  # the worker has 0 s if it is in EngineCore's process
+            for name in cpu:  # if the worker is in EngineCore's process, its own time is 0 s
                 row[f"{name}_ratio"] = row[name] / (statistics.median(t[name] for t in twins) or 1)
             rows.append(row)
             told = " ".join(f"{row[n]:6.2f} {row[f'{n}_ratio']:5.2f}" for n in cpu)

@@ -1,7 +1,8 @@
 """Hugging Face's model in a process of its own, with `output_hidden_states`.
 
-This module uses the lines of JSON of `benchmarks.engine`. All prompts of a workload have the same
-length, so a batch needs no padding. Delivered rows are on the host, as with vllm-scope.
+This module reads and writes the same lines of JSON as `benchmarks.engine`. All prompts of a
+workload have the same length, so a batch needs no padding. Delivered rows are on the host, as with
+vllm-scope.
 """
 
 from __future__ import annotations

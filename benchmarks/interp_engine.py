@@ -1,9 +1,11 @@
 """interp-engine's static backend in a process of its own.
 
-This module uses the lines of JSON of `benchmarks.engine`. `interp_engine` and the vLLM that it pins
-must be on the path. Points are declared when the engine starts: those of the option `declared`, or
-by default `resid_post` of all layers, to read and to write. A request is one call of
-`generate_steered`. As in interp-engine's benchmarks, concurrent requests of a loop share batches.
+This module reads and writes the same lines of JSON as `benchmarks.engine`. `interp_engine` and the
+vLLM that it pins must be on Python's path. A point is a place that interp-engine can read or write.
+Points are declared when the engine starts. The option `declared` names the points. By default, the
+points are `resid_post` of all layers, to read and to write. A request is one call of
+`generate_steered`. As in interp-engine's benchmarks, concurrent requests of one event loop share
+batches.
 
 Source: interp_engine 1.14.2, interp_engine/vllm_backend.py, VLLMModel.
 """
@@ -97,8 +99,8 @@ def _steering(model: Any, work: Workload, number: int) -> Any:
 async def _keep(
     model: Any, work: Workload, prompts: list[list[int]], points: list[str], steering: list[Any]
 ) -> None:
-    """Write rows to a file. Of the capturing methods, only `capture_generation` returns tokens.
-    `capture_generation` ends an answer at an end-of-text token."""
+    """Write rows to a file. Of interp-engine's methods that capture rows, only `capture_generation`
+    returns tokens. This method ends an answer at an end-of-text token."""
     import torch
 
     answers = await _together(

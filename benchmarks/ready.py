@@ -3,7 +3,8 @@
 Runs:  in the process of `benchmarks.harvest_rate`; or in a process that `benchmarks.stream` starts
        in place of `vllm_scope.feeds.feeder`.
 
-With ready rows, a benchmark measures the way from the engine to a batch or the disk, and no model.
+With ready rows, a benchmark measures only the way of rows from the engine to a batch or to the
+disk. The measured time contains no computation of a model.
 """
 
 from __future__ import annotations

@@ -39,8 +39,9 @@ class Server:
         return sum(process.memory_info().rss - process.memory_info().shared for process in family)
 
     def cpu(self) -> dict[str, float]:
-        """CPU seconds so far of "api", "core" and "worker", and "all" of them. On a GPU, a worker
-        in EngineCore's process counts as "core"."""
+        """The CPU seconds so far of the server's processes, by kind: "api" (API servers), "core"
+        (EngineCore), "worker", and "all". If a worker is in EngineCore's process, its CPU seconds
+        count as "core"."""
         found = {"api": 0.0, "core": 0.0, "worker": 0.0}
         for process in [self.process, *self.process.children(recursive=True)]:
             times = process.cpu_times()
@@ -52,7 +53,8 @@ def _kind(process: psutil.Process) -> str:
     title = " ".join(process.cmdline())
     if "Worker" in title:
         return "worker"
-    # On some machines the titles that vLLM gives its processes cannot be seen.
+    # On some machines the titles that vLLM gives its processes cannot be seen. There, a process
+    # that uses a GPU counts as EngineCore.
     uses_gpu = "/dev/nvidia" in Path(f"/proc/{process.pid}/maps").read_text()
     return "core" if uses_gpu or "EngineCore" in title else "api"
 
@@ -64,8 +66,8 @@ def serving(model: Path, options: list[str], log: Path, plugin: bool = True) -> 
     Args:
         plugin: False: serve without vllm-scope.
     """
-    # The module that `vllm serve` runs with one API server. The command itself does not start in
-    # the CPU build, because it looks for a distribution with another name.
+    # The module that `vllm serve` runs with one API server. With vLLM's CPU build, the command
+    # itself does not start, because it looks for a Python distribution with another name.
     program = ["vllm.entrypoints.openai.api_server", "--model"]
     if "--api-server-count" in options:
         program = ["vllm.entrypoints.cli.main", "serve"]
@@ -83,10 +85,11 @@ def serving(model: Path, options: list[str], log: Path, plugin: bool = True) -> 
 def running(
     command: list[str], environment: dict[str, str], log: Path, start_s: float, end_s: float
 ) -> Iterator[tuple[str, psutil.Process]]:
-    """Start a server on a free port. Yield its URL and process after it answers, then end it.
+    """Start a server on a free port. Yield the server's URL and process when the server answers. At
+    the end of the `with` statement, end the server.
 
     Args:
-        environment: variables in addition to this process's.
+        environment: environment variables in addition to those of this process.
         start_s, end_s: the most seconds until the server answers, and from SIGTERM to its end.
     """
     with socket.socket() as probe:

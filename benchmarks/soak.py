@@ -2,14 +2,15 @@
 requests must be as fast as on a server without the plugin, although some requests are hostile.
 
 Two servers run at the same time, one with the plugin and one without. The servers take turns of
-half a minute. If the machine's speed changes, it changes for both. In a turn, requests are sent at
-random times (a Poisson process, independent of the answers). Times and prompts are the same for
-both servers. 65 % of the requests are plain. 30 % read, score, edit by a module's name, stream,
-fetch files, or disconnect before the end. 5 % are hostile (benchmarks/hostile.py), and must get one
-of the statuses that are allowed there. Half of the prompts begin with text that is in the prefix
-cache. Two monitors score every request, and their weights change twice in a turn. On the server
-without the plugin, the other requests have no scope, and only some hostile requests are sent
-(`Hostile.alike`), with the same bytes. Latencies are of plain requests only.
+half a minute. If the machine's speed changes, the change affects both servers. In a turn, requests
+are sent at random times (a Poisson process, independent of the answers). Times and prompts are the
+same for both servers. 65 % of the requests are plain. 30 % read, score, edit by a module's name,
+stream, fetch files, or disconnect before the end. 5 % are hostile (benchmarks/hostile.py). For each
+hostile request, `Hostile.statuses` lists the allowed statuses of its answer. Half of the prompts
+begin with text that is in the prefix cache. Two monitors score every request, and their weights
+change twice in a turn. The server without the plugin gets the same requests without a scope. Of the
+hostile requests, this server gets only those with `Hostile.alike`, unchanged. Latencies are of
+plain requests only.
 
     make soak                                      # 30 minutes
     python -m benchmarks.soak --minutes 2 --turn 15
@@ -103,7 +104,7 @@ class Requests:
                 await self._answer(self._body(kind, prompt, generate))
                 self._side.latencies[-1].append(time.perf_counter() - started)
             elif kind == "hostile":
-                # The next request of the list each time, so that all are sent over several turns.
+                # Each time, send the next request of the list, so that several turns send all.
                 await self._harm(self._hostile[self._side.seen[kind] % len(self._hostile)])
             elif "leaves" in kind:
                 await self._leave(self._body(kind, prompt, 300), kind)

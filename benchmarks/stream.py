@@ -3,11 +3,11 @@
     python -m benchmarks.stream             # both parts
     python -m benchmarks.stream --ready     # the second part, without an engine
 
-The first part measures rows per second of an engine. All modes have the same documents of toy
-world, layers and engine options. One mode runs after another. The time of the engine's start is
-left out. The loop computes 64 prompts at a time and joins their rows to batches. The feed mixes the
-rows. The time of each mode begins after its first batch. In a feed, half of the buffer has then
-been filled.
+The first part measures rows per second of an engine. All modes use the same documents of the toy
+world, the same layers and the same engine options. One mode runs after another. The time of the
+engine's start is left out. The loop computes 64 prompts at a time and joins their rows to batches.
+The feed mixes the rows. The time of each mode begins after its first batch. By then, a feed has
+filled half of its buffer.
 
 The second part measures GB per second of ready rows (`benchmarks.ready`, 4096 bf16 values each), in
 turns with a copy within memory that is used again.

@@ -6,7 +6,8 @@
 The shape is 8B's: rows of 4096 numbers, 32 layers. The prompt has 24 tokens, a step 64 cells. The
 stages are vllm-scope's own functions and vLLM's encoder and decoder of messages, as in
 benchmarks.entry. All stages run on one thread. A figure is microseconds of CPU for a cell: the
-median and the mean. The mean includes Python's garbage collections, which skip earlier objects.
+median and the mean. The mean includes Python's garbage collections, but these skip all objects that
+existed before the measurement.
 """
 
 from __future__ import annotations

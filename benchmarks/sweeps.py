@@ -4,7 +4,7 @@
     python -m benchmarks.sweeps --profile F  # one process; writes F.plain.txt and F.sweep.txt
 
 The toy world, 20 prompts of 12 tokens, 6 layers: 1,440 cells. Plain requests have 20 other prompts
-of 12 tokens, each 72 times, and return log-probabilities of the same tokens. Sweeps and plain
+of 12 tokens, each 72 times, and return log-probabilities of the metric's tokens. Sweeps and plain
 requests take turns. The first turn warms up. The figures are milliseconds by the clock, and of CPU.
 Other programs disturb the CPU time less than the clock.
 """

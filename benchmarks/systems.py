@@ -2,9 +2,10 @@
 
 Owns:  Engine (a child process that gets lines of JSON), and the start of each system.
 
-vllm-lens and interp-engine are in folders of their own, which come first on the system's path. The
-environment variable VLLM_LENS_PATH names the folder of vllm-lens. INTERP_ENGINE_PATH names the
-folder of interp-engine and its vLLM, which one of these commands makes:
+vllm-lens and interp-engine are in folders of their own. In the process of such a system, its folder
+comes first on Python's path. The environment variable VLLM_LENS_PATH names the folder of vllm-lens.
+INTERP_ENGINE_PATH names the folder of interp-engine and its vLLM. One of these commands makes the
+folder:
 
     make .venv/interp-engine/.ready    # of requirements/interp-engine.txt, with vLLM's CPU build
     pip install --no-deps --target FOLDER vllm==0.28.0 interp_engine==1.14.2 accelerate==1.15.0
@@ -26,14 +27,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-#: An engine that has started is killed if it has not answered a line after this many seconds.
+#: If a started engine has not answered a line after this many seconds, the engine is killed.
 MOST_SECONDS = 150.0
 #: Engines that are compared with plain vLLM. The engines of a group run at the same time.
 BESIDE = (["scope", "eager"], ["lens", "huggingface"], ["interp-plain", "interp"], ["interp-one"])
 
 
 class Engine:
-    """A child process that runs `benchmarks.engine`, or a module with the same lines of JSON."""
+    """A child process that runs `benchmarks.engine`, or another module with the same protocol."""
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ def start(name: str, options: dict[str, Any], logs: Path) -> Engine:
 
 
 def path_of(variable: str) -> str:
-    """PYTHONPATH, with the variable's folder before all others."""
+    """The value of PYTHONPATH, after the folder that an environment variable names."""
     return f"{Path(os.environ[variable]).absolute()}:{os.environ.get('PYTHONPATH', '')}"
 
 

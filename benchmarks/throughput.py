@@ -1,8 +1,9 @@
 """Tokens per second: plain vLLM, the plugin idle, and reading, in one run.
 
-The engines are loaded at the same time, and compute in turns. If the machine's speed changes, it
-changes for all. A speed is the median of the turns. A ratio divides the speed of a turn by plain
-vLLM's speed in the same turn. The table has the median of the ratios and its 95 % interval.
+The engines are loaded at the same time, and compute in turns. If the machine's speed changes, the
+change affects all engines. A speed is the median of the turns. A ratio divides the speed of a turn
+by plain vLLM's speed in the same turn. The table has the median of the ratios and its 95 %
+interval.
 
     python -m benchmarks.throughput                    # toy world on a CPU
     python -m benchmarks.throughput --shape 8b --gpu   # random weights on a GPU
@@ -42,7 +43,7 @@ GPU_WORK += [Workload("prefill 1x512", 1, 512, 1)]
 #: Workloads that run only if `--only` names them.
 MORE_CPU_WORK = [Workload("batch 8", 8, 16, 64), Workload("batch 64", 64, 16, 64)]
 MORE_GPU_WORK = [Workload("batch 8", 8, 128, 256)]
-#: Prompts with the same beginning. With a prefix cache, most of their tokens are hits.
+#: Prompts with the same beginning. If there is a prefix cache, it has most of their tokens.
 SHARED = [
     Workload("shared 256", 256, 96, 128, shared=768),
     Workload("first token", 16, 96, 8, shared=768, first=True),
@@ -57,7 +58,7 @@ Modes = dict[str, tuple[str, dict[str, Any]]]
 def modes_of(
     engines: dict[str, Engine], num_layers: int, saes: int = 0, lens: int = 0, sums: bool = False
 ) -> Modes:
-    """The rows of the table for which engines exist.
+    """The modes, which are the rows of the table, without the modes whose engine is missing.
 
     Args:
         saes: number of layers that have an SAE.
@@ -116,7 +117,7 @@ def run(
             for mode in order(modes, turn):
                 engine, change = modes[mode]
                 if (turn > 1 and engine in SLOW) or mode in dead:
-                    continue  # a slow engine has one turn, a failed mode no further turn
+                    continue  # a slow engine has one turn, and a failed mode has no further turns
                 salt += 1
                 try:
                     answer = engines[engine].ask(encode(replace(base, salt=salt, **change)))
@@ -156,7 +157,7 @@ def error_of(
 
 
 def figures(answers: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
-    """Figures of a mode, compared with the same number of plain vLLM's first turns."""
+    """Figures of a mode. If the mode has n turns, they are compared with plain vLLM's first n."""
     speeds = [a["tokens"] / a["seconds"] for a in answers]
     ratio = ratio_of(speeds, [a["tokens"] / a["seconds"] for a in plain[: len(answers)]])
     found = {"tokens_per_s": statistics.median(speeds), "turns": len(answers)}

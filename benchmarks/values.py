@@ -1,6 +1,6 @@
 """Rows that an engine delivered, compared with Hugging Face's rows for the same tokens.
 
-`benchmarks.engine`, or a module with the same lines of JSON, has written the rows to a file. The
+`benchmarks.engine`, or a module that replaces it, has written the rows to a file. The
 model runs on each request alone, so rows of shared batches are compared with rows of single runs.
 """
 

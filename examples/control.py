@@ -46,7 +46,13 @@ NUM_SHOWN: Final = 11
 
 @dataclass(frozen=True)
 class Speaker:
-    """A speaker's prompt, and the speaker's fourth statement: up to its answer, and complete."""
+    """A speaker's prompt and fourth statement.
+
+    Attributes:
+        told: the prompt with the first three statements.
+        begun: the fourth statement without its answer.
+        whole: the complete fourth statement.
+    """
 
     told: str
     begun: str
@@ -238,7 +244,8 @@ Compared = dict[Control, Outcome]
 def compare(
     llm: "LLM", controls: Sequence[Control], held_out: Sequence[Speaker], *, gated: bool
 ) -> Compared:
-    """The outcome of each edit at each scale. Each prompt has a true statement up to the answer."""
+    """The outcome of each edit at each scale. Each prompt ends in a true statement without its
+    answer, and the model generates the answer."""
     given = [each.begun for each in held_out]
     plain = speak(llm, held_out, given=given)
     scaled = [replace(control, scale=scale) for control in controls for scale in SCALES]
@@ -248,7 +255,8 @@ def compare(
 
 
 def best_of(compared: Compared) -> Control:
-    """The control with the most true statements plus honest speakers whose tokens are the same."""
+    """The control with the largest sum of two counts: the true statements, and the honest speakers
+    whose tokens are the same as without an edit."""
     return max(compared, key=lambda c: compared[c].turned + compared[c].honest + compared[c].kept)
 
 

@@ -41,9 +41,15 @@ THIRD: Final = len(BEFORE) + 2
 
 @dataclass(frozen=True)
 class Said:
-    """One speaker's answer. `lying`: the speaker's first three statements are false. `false`: the
-    fourth statement is false; None: it is incomplete, or states no fact. `end`: the index after the
-    last token of the fourth statement that has a value; 0 if the statement is incomplete."""
+    """One speaker's answer.
+
+    Attributes:
+        lying: whether the speaker's first three statements are false.
+        false: whether the fourth statement is false. None if the fourth statement is incomplete or
+            states no fact.
+        end: one more than the index of the fourth statement's last token that has a value. 0 if the
+            statement is incomplete.
+    """
 
     output: "RequestOutput"
     tokens: list[str]
@@ -121,7 +127,8 @@ def choose(llm: "LLM", prompts: list[Prompt]) -> tuple[dict[str, Any], dict[str,
 
 
 def auroc_at_third(spoken: list[Said], monitor: str = "lie") -> float:
-    """The AUROC of the monitor's value at a statement's third token, false against true."""
+    """How well the monitor's value at a statement's third token separates false statements from
+    true statements, as AUROC."""
     heard = [each for each in spoken if each.false is not None]
     return roc_auc_score([e.false for e in heard], [e.values(monitor)[THIRD] for e in heard])
 

@@ -6,7 +6,8 @@ From:  demo.py, which reads the rows through vLLM.   To: the table, the figure, 
 Each layer has two probes, because they answer two questions. The first probe is fitted at the
 prompts' last tokens: is the concept in the stream after the prompt? The second probe is fitted at
 every token of the prompts, with the label of the prompt. Where the stream does not have the
-concept, the second probe gives a probability near one half. So it can colour a whole text.
+concept, the second probe gives a probability near one half. Therefore the second probe can colour a
+whole text.
 """
 
 from collections.abc import Sequence

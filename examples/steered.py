@@ -48,8 +48,8 @@ class Figures:
         plain: figures of reviews without an edit.
         steered: figures of reviews that are steered against their opening.
         ablated: figures of reviews whose sentiment is removed.
-        moved: share of countries whose answer is the capital of the other country, whose row
-            replaces the country's row.
+        moved: in each prompt, another country's row replaces the row of the named country. This is
+            the share of prompts whose answer is the capital of the other country.
     """
 
     plain: SteeringFigures

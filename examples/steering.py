@@ -50,13 +50,14 @@ class Edit:
 Edits = Sequence[Edit]
 #: (prompts, the edits of each prompt) -> greedy continuations without special tokens.
 Generate = Callable[[Sequence[str], Sequence[Edits]], list[str]]
-#: (prompts, the edits of each prompt) -> rows of all prompt positions at all streams, as the next
-#: layer receives the rows.
+#: (prompts, the edits of each prompt) -> rows of all prompt positions at all streams. The rows have
+#: the values that the next layer receives.
 Read = Callable[[Sequence[str], Sequence[Edits]], Sequence[Result]]
 
-# At layer 2, any scale from 0.5 to 1.25 turns every review and keeps its sentences complete (at
-# layer 1, from 0.75 on). From 1.5 on, sentences break. Before layer 1, the last token's stream does
-# not have the sentiment yet. From layer 3 on, the model has already used the sentiment.
+# At layer 2, any scale from 0.5 to 1.25 turns every review and keeps its sentences complete. At
+# layer 1, any scale from 0.75 to 1.25 does so. From the scale 1.5 on, sentences break. Before layer
+# 1, the last token's stream does not have the sentiment yet. From layer 3 on, the model has already
+# used the sentiment.
 STEERED_STREAM: Final = ("resid_post", 2)
 SCALE: Final = 0.75
 # Ablation at layer 1 removes the sentiment from the texts too. Ablation at layer 2 or later removes
@@ -72,7 +73,8 @@ NUM_CONTINUED: Final = 100
 
 
 def sentiment_directions(read: Read, num_prompts: int = NUM_TRAIN) -> SteeringModule:
-    """The vectors from negative to positive reviews, at their last tokens, for every stream.
+    """For every stream, the mean of positive reviews minus the mean of negative reviews, over the
+    rows of the reviews' last tokens.
 
     A vector's length is the distance between the two classes, which differs by layer.
     """

@@ -49,7 +49,7 @@ IDLE: Final = 50
 
 
 class TopK(nn.Module):
-    """A TopK SAE. Rows are centred and scaled: the mean squared norm of `sample` gets `width`."""
+    """A TopK SAE. It centres and scales rows so that `sample` has the mean squared norm `width`."""
 
     def __init__(self, width: int, num_features: int, k: int, sample: Tensor) -> None:
         super().__init__()

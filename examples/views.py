@@ -59,8 +59,11 @@ def generate(llm: LLM, prompt: str, *actions: Any, num: int = 24) -> tuple[Any, 
 
 
 def mood(llm: LLM) -> tuple[torch.Tensor, float]:
-    """The vector from the mean of negative reviews to the mean of positive reviews, float32
-    [hidden_size], and the dot product of this vector and the midpoint of the two means."""
+    """The vector from the mean of negative reviews to the mean of positive reviews, and a number.
+
+    The vector is float32 [hidden_size]. The number is the dot product of the vector and the
+    midpoint of the two means.
+    """
     from vllm import SamplingParams
 
     prompts = sentiment_prompts(80)

@@ -6,10 +6,10 @@ Owns:  `attention_pattern`, and `attention_weights` (the formula).
 Runs:  in any process, without an engine.
 From:  results.   To: views, analysis.cache, compat.
 
-An attention kernel never stores all weights. Therefore a tap cannot read the weights. `q` and `k`
-are the inputs of the kernel, after norms and rotary embedding. In each head, a query at position
-n - 1 has n weights, and its row of `q` has head_size numbers. If n is above head_size, the query's
-row has fewer numbers than the query has weights.
+An attention kernel never stores all weights, so a tap cannot read them. Therefore this file
+computes the weights from the inputs of the kernel, `q` and `k` after norms and rotary embedding.
+For long prompts, `q` is also smaller than the weights: in each head, the query at position n - 1
+has n weights, and its row of `q` has head_size numbers.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def attention_pattern(
     """The weights with which queries attend to keys, as in Hugging Face's `attentions[layer][0]`.
 
     The request must have read `k` at all positions up to the last query. It must also have read `q`
-    at the positions of the wanted queries, such as `Read("q", tokens="last"), Read("k")`. Rows that
-    were read before the edits of `q` and `k` give the pattern without these edits. Rows of a Read
-    with a codec give the pattern of the decoded rows.
+    at the positions of the wanted queries. For example, `Read("q", tokens="last"), Read("k")` gives
+    the pattern of one query. Rows that were read before the edits of `q` and `k` give the pattern
+    without these edits. Rows of a Read with a codec give the pattern of the decoded rows.
 
     Args:
         result: a ScopeResult, or the `scope` of a client's choice.

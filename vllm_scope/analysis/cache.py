@@ -34,10 +34,11 @@ class ActivationCache(Mapping[str, Tensor]):
 
     For sites inside the attention, the shape is [batch, pos, head, d_head].
 
-    In most models, a layer's `resid_post` is the next layer's `resid_pre`. If neither the request
-    nor the model changes the stream between these two sites, a read of one site is available under
-    both names, and the keys of the cache have both names. The shorthands of TransformerLens are
-    possible too, such as `cache["resid_post", 3]`, `cache["embed"]` and `cache["resid_post", -1]`.
+    In most models, a layer's `resid_post` is the next layer's `resid_pre`. Suppose that neither the
+    request nor the model changes the stream between these two sites. Then a read of one site is
+    available under both names, and the keys of the cache have both names. The shorthands of
+    TransformerLens are possible too, such as `cache["resid_post", 3]`, `cache["embed"]` and
+    `cache["resid_post", -1]`.
 
     `blocks.3.attn.hook_pattern`, or `cache["pattern", 3]`, is [batch, head, query pos, key pos] in
     float32. The first access computes the pattern from the layer's `q` and `k`. A pattern is not in
@@ -76,7 +77,7 @@ class ActivationCache(Mapping[str, Tensor]):
             lengths.append(_length(result, where))
         self._results, self._num_layers = batch, num_layers
         self._read = {hook_of(stream): stream for stream in streams}
-        #: Maps the name of a stream that was not read to a stream that was read and has its rows.
+        #: Maps the name of a stream that was not read to a read stream that has the same rows.
         self._same: dict[str, SiteLayer] = {}
         for stream in streams:
             for twin in _twins(stream):
@@ -262,11 +263,11 @@ class ActivationCache(Mapping[str, Tensor]):
 
 
 def _same_rows(result: Result, read: SiteLayer, twin: SiteLayer) -> bool:
-    """Whether a stream that was read and the twin of this stream have the same rows: no edit lies
-    between the two, and the model does not change the stream there.
+    """Whether a stream that was read and its twin have the same rows.
 
     The twins are a layer's `resid_post` and the next layer's `resid_pre`, or `embed` and layer 0's
-    `resid_pre`.
+    `resid_pre`. They have the same rows if no edit is between them, and if the model does not
+    change the stream between them.
     """
     _, entered = twin if twin[0] == "resid_pre" else read
     sites: Sites | None = getattr(result, "sites", None)

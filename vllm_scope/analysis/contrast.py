@@ -3,8 +3,9 @@
 From:  rows.pooled_rows, or any tensors.   To: vectors.SteeringModule.
 
 Promise: a vector points from the negatives to the positives. By default, the vector's length is 1.
-With normalise=False, the length is the distance between the two means along the vector. The
-negatives' mean plus such a vector has the same projection onto the vector as the positives' mean.
+With normalise=False, the length is the distance between the two means along the vector. If this
+vector is added to the negatives' mean, the result has the same projection onto the vector as the
+positives' mean.
 """
 
 from __future__ import annotations
@@ -78,8 +79,9 @@ def principal_difference(
             raise SpecError(
                 f"{name} has {len(up)} positives and {len(down)} negatives; give equal numbers."
             )
-        # Without the midpoint, the rows of a pair are plus and minus half of their difference. Thus
-        # all rows have the same principal axis as the differences, which must not be centred.
+        # After the midpoint is subtracted, the rows of a pair are plus and minus half of their
+        # difference. Thus all rows have the same principal axis as the differences. The mean of the
+        # differences must not be subtracted first.
         axis: Tensor = torch.linalg.svd(up - down, full_matrices=False).Vh[0]
         return axis * ((up - down) @ axis).mean()
 
@@ -87,8 +89,9 @@ def principal_difference(
 
 
 def pairs_digest(pairs: Iterable[tuple[str, str]]) -> str:
-    """The value of `Provenance.dataset` for (positive, negative) texts. The value is "sha256:..."
-    of the sorted pairs as JSON in UTF-8. The order of the pairs does not matter."""
+    """The value of `Provenance.dataset` for (positive, negative) texts. The value is "sha256:" and
+    the SHA-256 of the sorted pairs, written as JSON in UTF-8. The order of the pairs does not
+    matter."""
     listed = sorted([list(pair) for pair in pairs])
     content = json.dumps(listed, ensure_ascii=False, separators=(",", ":"))
     return f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"

@@ -3,8 +3,8 @@
 From:  results, or rows [..., hidden_size].   To: logits, and the likeliest tokens.
 
 Promise: the logits at the last layer's `resid_post` equal the model's logits up to rounding. After
-its layers, the model must have one norm and a linear unembedding. A soft cap and a factor of the
-logits are also possible.
+its layers, the model must have one norm and a linear unembedding. The model can also multiply its
+logits by a factor, or limit them by a soft cap.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from vllm_scope.analysis.rows import Result, check_complete
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.results.lens import TopTokens
 
-#: Maps the fields of a configuration that can have the final norm's epsilon to the kind of norm.
+#: The fields in which a configuration can give the epsilon of the final norm. Each field is mapped
+#: to the kind of norm that a model with this field usually has.
 _EPS: dict[str, Literal["rms", "layer"]] = {
     "rms_norm_eps": "rms", "layer_norm_eps": "layer", "layer_norm_epsilon": "layer",
 }  # fmt: skip
-#: The kind of norm of the models (`model_type`) whose field in _EPS belongs to the other kind.
+#: The exceptions to _EPS: the kind of norm of the models (by `model_type`) for which _EPS is wrong.
 #: Source: the files of these models in vLLM, and the file of falcon_mamba in transformers.
 _NORMS: dict[object, Literal["rms", "layer"]] = {
     "exaone": "rms", "falcon_mamba": "rms", "mamba": "rms", "mamba2": "rms", "molmo": "rms",
     "molmo2_text": "rms", "nemotron_h": "rms", "orion": "layer", "phimoe": "layer",
 }  # fmt: skip
-#: The fields of a configuration that can have the soft cap of logits.
+#: The fields in which a configuration can give the soft cap of logits.
 _CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 

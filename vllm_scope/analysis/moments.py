@@ -97,7 +97,7 @@ def difference_of_means(
 ) -> SteeringModule:
     """The mean of one label's rows minus the mean of another label's rows, at each stream.
 
-    The result is that of `contrast.mean_difference`, but this function needs only sums.
+    The result equals that of `contrast.mean_difference`, but this function needs only sums.
 
     Args:
         positive, negative: two labels with sums at the same streams.
@@ -321,8 +321,8 @@ def whitening(sums: Sums, floor: float = 1e-6) -> Whitening:
 
     Args:
         floor: a number above 0 and at most 1. The smallest variance that the map uses is `floor`
-            times the largest variance. Smaller variances are raised to this value. Along their
-            directions, the mapped rows have a variance below 1.
+            times the largest variance. The map uses this value in place of smaller variances. In
+            the directions of those variances, the mapped rows have a variance below 1.
 
     Raises:
         SpecError: `floor` is out of range, all rows are the same, or the sums have no covariance.
@@ -330,7 +330,7 @@ def whitening(sums: Sums, floor: float = 1e-6) -> Whitening:
     if not 0 < floor <= 1:
         raise SpecError(f"floor is {floor!r}; it must be a number above 0, at most 1.")
     scatter = _scatter(sums)
-    # If all rows are the same, the scatter has only the rounding errors of the mean's square.
+    # If all rows are the same, the exact scatter is 0, and the computed scatter is rounding errors.
     if np.trace(scatter) <= 1e-12 * (sums.x @ sums.mean):
         raise SpecError("the rows are all the same; they cannot be whitened.")
     values, vectors = np.linalg.eigh(scatter / sums.count)
@@ -349,16 +349,16 @@ def _solve(matrix: Floats, vector: Floats, rank: int) -> Floats:
     """Solve a linear system whose matrix is symmetric and positive semi-definite.
 
     Args:
-        rank: the largest rank that the exact matrix can have, by the number of rows. If the rows
-            have a large mean, rounding errors make the pivots of a singular matrix so large that
-            the pivots do not show that the matrix is singular.
+        rank: the largest rank that the exact matrix can have with this number of rows. The pivots
+            alone do not always show that a matrix is singular. If the rows have a large mean,
+            rounding errors make the pivots of a singular matrix too large.
 
     Raises:
         SpecError: the matrix is singular.
     """
     factor, failed = torch.linalg.cholesky_ex(torch.from_numpy(matrix))
     pivots = factor.diagonal() ** 2
-    # A smaller pivot is no larger than the rounding error of the largest pivot.
+    # A pivot below `least` can be only a rounding error of the largest pivot.
     least = len(matrix) * np.finfo(np.float64).eps * pivots.max()
     if rank >= len(matrix) and not failed and pivots.min() > least:
         found = torch.cholesky_solve(torch.from_numpy(vector)[:, None], factor)

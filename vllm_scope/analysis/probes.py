@@ -73,14 +73,15 @@ class LinearProbe:
         weight: float32 [hidden_size], a read-only array.
         bias: a float. Weight and bias apply to rows as they are in the stream, without a scaler.
         site, layer: the stream whose rows the probe scores.
-        pooling: the tokens to whose rows the probe was fitted, as a word of `tokens`, such as
-            "last_prompt", "prompt", "generated" or "all". Another word, such as "mean", says that a
-            row was not the row of a single token. None means that the tokens are unknown.
+        pooling: the tokens whose rows the probe was fitted to, as a word that an action's `tokens`
+            accepts, such as "last_prompt", "prompt", "generated" or "all". Another word, such as
+            "mean", means that a row was not the row of a single token. None means that the tokens
+            are unknown.
         model: the model of the stream.
         threshold: the concept counts as present if the score is above this number.
-        template: the chat template of the prompts to which the probe was fitted. The value is a
-            `template_digest`, "none" for prompts without a chat template, "chat" for an unknown
-            chat template, or None if it is unknown whether the prompts had a chat template.
+        template: the chat template of the prompts to which the probe was fitted, as a
+            `template_digest`. "none" means that the prompts had no chat template. "chat" means an
+            unknown chat template. None means that it is unknown whether the prompts had one.
         calibration: the calibration that `probabilities` uses, or None if scores are logits.
 
     Raises:
@@ -121,8 +122,8 @@ class LinearProbe:
 
         Args:
             name: the name of the scores in the result.
-            tokens: a selector. None selects the tokens to which the probe was fitted, or all tokens
-                if these tokens are unknown or not single tokens.
+            tokens: a selector. None selects the tokens that `pooling` names. If `pooling` is None
+                or a word such as "mean", None selects all tokens.
             template: the template of the request's prompt, in the form of `LinearProbe.template`,
                 or None if the template is not checked.
 
@@ -204,7 +205,9 @@ class LinearProbe:
     def auroc(self, rows: Rows, labels: Labels) -> float:
         """How often a row with the concept has a higher score than a row without the concept.
 
-        Needs scikit-learn. The result is the share of such pairs of rows. Random scores give 0.5.
+        Needs scikit-learn. Each row with the concept forms a pair with each row without it. The
+        result is the share of the pairs in which the row with the concept has the higher score (an
+        equal score counts as half). Random scores give 0.5.
 
         Args:
             rows, labels: the arguments of `calibrated`.
@@ -242,8 +245,9 @@ def train_probe(
             values must occur.
         stream: the site and the layer of the rows.
         c: the inverse strength of the L2 penalty, on the standardised rows.
-        pooling: the tokens of the rows, as a word of `tokens`, or "mean" if a row is not the row of
-            a single token, or None if the tokens are unknown.
+        pooling: the tokens of the rows, as a word that an action's `tokens` accepts, such as
+            "last_prompt". "mean" means that a row is not the row of a single token. None means that
+            the tokens are unknown.
         model, template: values of the fields of the probe.
 
     Raises:

@@ -68,8 +68,8 @@ def pooled_rows(
             `list(vllm_scope.open(folder))`.
         streams: the (site, layer) of each stream, or None for all streams of the first result.
         pooling: "last" for the row of the highest position that was read, or "mean" for the mean of
-            all rows that were read. The Read of the request chooses the positions, with
-            `tokens="last_prompt"`, or with "prompt" for a mean over the prompt.
+            all rows that were read. The `tokens` of the request's Read choose the positions: for
+            example, "last_prompt", or "prompt" for a mean over the prompt.
 
     Returns:
         Maps each (site, layer) to float32 rows [num_results, hidden_size], in the order of

@@ -13,9 +13,9 @@ bounds.py       limits of the values of a face's keys
 `out.scope.as_cache()` returns the rows under TransformerLens's names.
 
 Each face is a file or a folder of this folder, and uses the public API of vllm-scope. docs/faces.md
-lists how each face differs from the other system. A user of `extra_args` imports nothing, because
-the package imports a face when a request first uses the face. An API server imports the faces of
-OVER_HTTP when it starts.
+lists how each face differs from the other system. A user who sends a face's keys in `extra_args`
+imports nothing: the package imports the face when the first request uses such a key. An API server
+imports the faces of OVER_HTTP when it starts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ EDITING: frozenset[str] = frozenset({
     "steering_module_ref", "steering_name", "steering",
     "sae_clamp_specs", "sae_full_reconstruction_specs", "patch", "patch_vectors",
 })  # fmt: skip
-#: The attribute of an engine's VllmConfig that holds the hooks that apply to all requests.
+#: The attribute of an engine's VllmConfig that holds the hooks of all requests.
 PERSISTENT = "scope_persistent_hooks"
 #: The Python modules of this package whose attribute HTTP is an HttpFace.
 OVER_HTTP: tuple[str, ...] = ("vllm_lens.http", "steering_http.http")
@@ -87,13 +87,19 @@ def _translate(face: str, values: Mapping[str, object], sites: Sites) -> Transla
 
 
 def _captures_all(vllm_config: VllmConfig) -> Mapping[str, object] | None:
-    """{} if VLLM_ACT_CAPTURE or the worker class turns capture on. Otherwise None."""
+    """The values that each request gets for the face act_capture, which needs no values.
+
+    {} if VLLM_ACT_CAPTURE or the worker class turns capture on. Otherwise None: no capture.
+    """
     on = os.environ.get("VLLM_ACT_CAPTURE", "0").lower() in ("1", "true", "on", "yes")
     on = on or str(vllm_config.parallel_config.worker_cls).endswith(".WorkerCapture")
     return {} if on else None
 
 
 def _hooks_all(vllm_config: VllmConfig) -> Mapping[str, object] | None:
-    """Maps PERSISTENT to the hooks that `llm.register_hooks` received. None without any hook."""
+    """The values that each request gets for the face vllm_lens.
+
+    Maps PERSISTENT to the hooks that `llm.register_hooks` received. None if there are no hooks.
+    """
     found = vllm_config.__dict__.get(PERSISTENT)
     return {PERSISTENT: found} if found else None

@@ -64,13 +64,13 @@ MODES = {
     "topk8": {"k": "VLLM_ACT_TOPK_K"},
 }
 RETURNS = ("sharded", "gathered")
-#: Name of the array in each .npz file that holds the codec's metadata, as the bytes of JSON.
+#: The name of an array in each .npz file. The array has the codec's metadata, as bytes of JSON.
 METADATA = "codec"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The values of the environment variables, after the check of these values.
+    """The checked values of the environment variables.
 
     Raises:
         ConfigError: a variable has a value that is not allowed.
@@ -157,7 +157,8 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
 
 
 def _write(settings: Settings, codec: Codec, request_id: str, completion: CompletionOutput) -> Body:
-    """Write the files of a completion, and return its manifest, with the error if a write fails."""
+    """Write the files of a completion, and return the completion's manifest. If a write fails, the
+    manifest has the error."""
     result: ScopeResult = completion.scope
     # Every engine counts its requests from 0, so a second run has the same request ids. The second
     # run must not replace the files of the first run.
@@ -262,7 +263,8 @@ def load_manifest(path: str | Path) -> Manifest:
 
 
 def __getattr__(name: str) -> type[WorkerBase]:
-    """vLLM's worker class for this platform, as `WorkerCapture`. This name turns capture on."""
+    """vLLM's worker class for this platform, under the name `WorkerCapture`. If the option
+    `worker_cls` has this name, capture is on."""
     if name != "WorkerCapture":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm.platforms import current_platform

@@ -33,7 +33,10 @@ _NO_NUMBERS = (str, bytes, list, tuple, Mapping)
 
 
 class Room:
-    """Counts what one request has of each key of MOST, and refuses a count above its limit."""
+    """Counts one request's edits, reads and other quantities, which are the keys of MOST.
+
+    A count above its limit in MOST is refused.
+    """
 
     def __init__(self) -> None:
         self._taken = dict.fromkeys(MOST, 0)
@@ -44,7 +47,8 @@ class Room:
         Raises:
             SpecError: the request's count of `what` is above the limit in MOST.
         """
-        # Python does not print a number of more than 4,300 digits.
+        # `min` keeps the count short enough for the error text below, because Python does not print
+        # a number of more than 4,300 digits.
         self._taken[what] += min(count, sys.maxsize)
         if self._taken[what] > MOST[what]:
             more = f" {PACKED}" if what == "numbers in lists" else ""
@@ -92,10 +96,11 @@ def parsed(value: object, where: str) -> object:
 
 
 def check_vector(value: object, size: int, room: Room, where: str) -> None:
-    """Raise SpecError if a list or a 1-D array has another length than `size`, if an item of a list
-    is a text, a list or an object, or if the request's lists have too many numbers.
+    """Check a vector that is a list or a 1-D array. Any other value is accepted here.
 
-    This check accepts values that are neither a list nor a 1-D array.
+    Raises:
+        SpecError: the vector's length is not `size`, an item of a list is a text, a list or an
+            object, or the request's lists have too many numbers.
     """
     numbers = value if isinstance(value, list | tuple) else None
     shape = list(getattr(value, "shape", ())) if numbers is None else [len(numbers)]

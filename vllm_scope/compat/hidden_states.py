@@ -47,9 +47,10 @@ class Options:
             token even if `include_prefill` is False.
         last_decode_token: capture only the last generated token that the model processes. The
             option captures this token even if `include_decode` is False.
-        process_last_token: also process the token that was sampled last, in a second request. The
-            prefix cache, if it is on, has most of the other tokens. A request with edits cannot
-            use this option. `max_model_len` must leave room for one more token.
+        process_last_token: also process the token that was sampled last, in a second request. If
+            prefix caching is on, the second request takes most other tokens from the cache. A
+            request with edits cannot use this option. `max_model_len` must leave room for one more
+            token.
 
     Raises:
         SpecError: no option selects tokens, or the value of an option has a wrong type.
@@ -109,7 +110,7 @@ class Options:
 
 
 class HiddenStates(Mapping[int, Tensor]):
-    """Maps each layer to those of its rows that have arrived, [num_rows, d_model].
+    """Maps each layer to its rows that have arrived so far, [num_rows, d_model].
 
     Args:
         of_prompt: True for the rows of the prompt's tokens, False for those of generated tokens.
@@ -128,7 +129,7 @@ class HiddenStates(Mapping[int, Tensor]):
         """Append the rows of `last`, which has the row of the token that was sampled last.
 
         Args:
-            alone: whether each layer then has only the rows of `last`.
+            alone: whether each layer then has only the rows of `last`, without its own rows.
         """
         self._last, self._last_alone = last, alone
 

@@ -89,8 +89,8 @@ class ScopeAPI(ModelAPI):
         model_path: the folder or name of the model to load, in place of `model_name`.
         chat: whether the model's chat template formats the messages. If False, the texts of the
             messages are joined with newlines, for models that continue text.
-        tensors: the folder for the files of rows. The default is the folder "scope-tensors" in
-            INSPECT_LOG_DIR, or in ./logs without this variable.
+        tensors: the folder for the files of rows. The default is the folder "scope-tensors" in the
+            folder that INSPECT_LOG_DIR names, or in ./logs if this variable is not set.
         model_args: more options of vLLM's engine.
     """
 
@@ -115,7 +115,7 @@ class ScopeAPI(ModelAPI):
         self._number = 0
 
     def max_connections(self) -> int:
-        """How many requests Inspect sends at most at the same time. vLLM can queue some of them."""
+        """The most requests that Inspect sends at the same time. vLLM can queue some of these."""
         return 256
 
     async def generate(
@@ -248,7 +248,7 @@ def _params(config: GenerateConfig, extra_args: Mapping[str, object] | None) -> 
             raise SpecError(f"this provider does not support {name}; leave it out.")
     given = {ours: getattr(config, theirs) for theirs, ours in SAMPLING.items()}
     options = {name: value for name, value in given.items() if value is not None}
-    # Without a limit of the caller, max_tokens=None lets generation continue to max_model_len.
+    # If the caller set no limit, max_tokens=None lets generation continue to max_model_len.
     options.setdefault("max_tokens", None)
     kind = RequestOutputKind.FINAL_ONLY
     return SamplingParams(**options, extra_args=extra_args, output_kind=kind)

@@ -6,17 +6,19 @@ From:  safetensors files. To: worker.lens, analysis.
 
 `load_lens` reads lenses in two forms, which are described here. Pickle files are not read.
 
-A safetensors file has `{layer}.weight` [d, d], and can have `{layer}.bias` [d]. The map of a row x
-is weight x + bias. If `residual` is "true" in the file's metadata, the map is x + weight x + bias.
+The first form is a safetensors file with `{layer}.weight` [d, d] for each layer of the lens, and
+optionally `{layer}.bias` [d]. The map of a row x is weight x + bias. If `residual` is "true" in the
+file's metadata, the map is x + weight x + bias.
 The metadata can name the site of the rows. The default site is `resid_post`. The file of a J-lens
 also has this form, with the matrix J as the weight at `resid_post`.
 
-A folder of the package tuned-lens has `config.json` and `params.safetensors`, which has the tensors
-of tuned-lens's `params.pt`. The tensors have the same names as in the first form. The map is
-x + weight x + bias. Map i is for `resid_pre` of layer i, which is the row that enters the layer.
+The second form is a folder of the package tuned-lens, with `config.json` and `params.safetensors`.
+The file `params.safetensors` has the tensors of tuned-lens's `params.pt`, with the same names as in
+the first form. The map is x + weight x + bias. Map i is for `resid_pre` of layer i, the row that
+enters the layer.
 
 The formulas are those of tuned-lens 0.2 (TunedLens.transform_hidden and TunedLens.save) and of
-jlens (in JacobianLens, the map is `J_l @ h`, where h is the row that leaves layer l).
+jlens. In jlens's JacobianLens, the map is `J_l @ h`, where h is the row that leaves layer l.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ class LinearLens:
 
     @property
     def places(self) -> Mapping[Place, Affine]:
-        """The same object as `maps`, typed with Place as the keys."""
+        """The same object as `maps`, with Place as the type of the keys."""
         return cast(Mapping[Place, Affine], self.maps)
 
     @property

@@ -29,7 +29,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: The most tokens that a metric can name, which is vLLM's MAX_LOGPROB_TOKEN_IDS.
 MOST_TOKENS = 128
-#: The largest number of texts that a warning names, and of token ids that it shows for each text.
+#: A warning names at most _MOST_TOLD texts, and shows at most _MOST_IDS token ids of each text.
 _MOST_TOLD, _MOST_IDS = 3, 8
 #: Log-probabilities of the next token in float64. The array has the tokens that a metric names, in
 #: the metric's order, or all tokens in the order of their ids.
@@ -138,7 +138,7 @@ class KL(Metric):
 
     def value(self, found: Logprobs, clean: Logprobs) -> float:
         chance = np.exp(clean)
-        some = chance > 0  # else a token without a chance in both runs would give 0 * inf
+        some = chance > 0  # otherwise a token with probability 0 would give 0 * inf, which is NaN
         return float(np.sum(chance[some] * (clean[some] - found[some])))
 
 

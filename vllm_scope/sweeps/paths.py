@@ -5,19 +5,21 @@ From:  sweep (the receivers), plan (the edit, and the rows of the prompt's own r
 
 The prompt's own run is a run of the prompt without an edit. In path patching, all attention and MLP
 outputs outside the direct paths have the values of the prompt's own run. Therefore the stream from
-the edited part of a layer to a receiver is the prompt's own stream plus a constant change. The
-constant change is the change of the stream right after the edited part. Thus no request has to set
-attention and MLP outputs layer by layer. A cell consists of up to three kinds of requests.
+the edited part of a layer (attention or MLP) to a receiver is the prompt's own stream plus a
+constant change. The constant change is the change of the stream right after the edited part. Thus
+no request has to set attention and MLP outputs layer by layer. A cell consists of up to three kinds
+of requests.
 
 1. The first request has the edit, and reads the stream after the edited part.
 2. The second request sets the stream before each receiver to the prompt's own stream plus the
    change, and reads the receivers. Receivers on the stream do not need this request.
-3. The next request sets the receivers: those on the stream to the stream of item 2, all others to
-   the rows that were read. If a receiver is a head and comes after other receivers, one more
-   request sets the earlier receivers and reads the head's row (together with all heads of the same
-   depth). The answer to the last request is the cell's answer.
+3. The next request sets the receivers. A receiver on the stream gets the stream of item 2. Every
+   other receiver gets the row that the second request has read. If a receiver is a head and comes
+   after other receivers, the other heads of its row depend on the earlier receivers. Therefore one
+   more request sets the earlier receivers and reads the row. One request reads the rows of all
+   heads of the same depth (`_depth`). The answer to the last request is the cell's answer.
 
-Sources: Wang et al. 2022 (arXiv 2211.00593), section 3.1, in which MLP outputs can change, and
+Sources: Wang et al. 2022 (arXiv 2211.00593), section 3.1 (there, MLP outputs can change), and
 Goldowsky-Dill et al. 2023 (arXiv 2304.05969)
 """
 
@@ -45,14 +47,16 @@ from vllm_scope.request.spec import MAX_EDITS, MAX_SPEC_BYTES
 from vllm_scope.sweeps.source import Floats, ReadRows, of_head
 
 LOGITS: Final = "logits"
-#: The most numbers in the rows of one request of a cell. A number takes 16/3 characters in base64.
+#: The rows in one request of a cell have at most this many numbers together. A number takes 16/3
+#: characters in base64.
 #: The limit is computed with 6 characters, so that positions and names of sites have room too.
 MAX_NUMBERS: Final = MAX_SPEC_BYTES // 6
 #: The site, the layer and the head of each receiver. The head is None if a receiver is a whole row.
 Receivers = tuple[tuple[str, int, int | None], ...]
-#: A function that makes a cell's next request. The arguments are the rows that the last request has
-#: read, and the rows of the prompt's own run. The function returns the actions of the next request,
-#: and the Step after the next request. This Step is None if the next request is the cell's last.
+#: A function that makes a cell's next request. The arguments are the rows that the previous request
+#: has read, and the rows of the prompt's own run. The function returns the actions of the next
+#: request, and the Step after the next request. This Step is None if the next request is the cell's
+#: last.
 Step = Callable[[ReadRows, ReadRows], tuple[tuple[Action, ...], "Step | None"]]
 #: Sites where an edit at one position changes the layer's attention output at later positions.
 _SEEN_LATER: Final = ("attn_in", "k", "v")
@@ -210,10 +214,10 @@ class Paths:
     def _positions(self, reached: list[Place], changed: list[int], length: int) -> list[int]:
         """The positions at which a cell sets its receivers.
 
-        In two cases, rows at later positions can differ from the prompt's own rows. A receiver can
-        be after its layer's attention (`z`, `attn_out`), or the receivers can follow different
-        places of the stream. In these cases, the cell sets the receivers at all later positions
-        too.
+        A cell always sets the receivers at the changed positions. In two cases, rows at later
+        positions can differ from the prompt's own rows, and the cell also sets all later positions.
+        In the first case, a receiver is after its layer's attention (`z`, `attn_out`). In the
+        second case, the receivers follow different places of the stream.
         """
         alone = len({self._entries[place] for place in reached}) == 1
         if alone and not any(place.site in _SEES_EARLIER for place in reached):
@@ -293,9 +297,9 @@ def _changed(sender: Place, at: list[int], length: int) -> list[int]:
 
 
 def _exit(sender: Place) -> Place:
-    """The place on the stream after the part (attention or MLP) that has the site. The exit of a
-    place on the stream is this place itself. The exit of `embed` is written as `resid_pre` of layer
-    0, which has the same values."""
+    """The place on the stream after the part (attention or MLP) that has the sender's site. The
+    exit of a place on the stream is this place itself. The exit of `embed` is written as
+    `resid_pre` of layer 0, which has the same values."""
     if sender.site in MODEL_SITES:
         return Place("resid_pre", 0)
     if sender.site in STREAM_SITES:
@@ -304,8 +308,8 @@ def _exit(sender: Place) -> Place:
 
 
 def _entry(receiver: Place) -> Place:
-    """The place on the stream before the part (attention or MLP) that has the site. A receiver on
-    the stream is its own entry."""
+    """The place on the stream before the part (attention or MLP) that has the receiver's site. A
+    receiver on the stream is its own entry."""
     if receiver.site in STREAM_SITES:
         return receiver
     return Place("resid_pre" if _of_attention(receiver) else "resid_mid", receiver.layer)
@@ -316,8 +320,8 @@ def _of_attention(place: Place) -> bool:
 
 
 def _depth(receiver: Place) -> int:
-    """The order of the receivers of one layer: 0 for sites before the attention's `q`, `k` and `v`
-    and for all sites outside the attention, 1 for `q`, `k` and `v`, 2 for `z` and `attn_out`."""
+    """The order of the receivers of one layer. `q`, `k` and `v` have 1. `z` and `attn_out` have 2.
+    All other sites have 0: those before `q`, `k` and `v`, and those outside the attention."""
     if receiver.site in _SEES_EARLIER:
         return 2
     return 1 if receiver.site in ATTENTION_SITES else 0

@@ -6,7 +6,8 @@ From:  sweep, source.   To: engine.frontend.sweeping (makes requests of the jobs
 Order: for each prompt, the plan yields the jobs that read the prompt and its source, and then the
 jobs of the prompt's cells. The first job of a prompt has no edit, and fills the prefix cache. All
 cells of the prompt use the KV blocks in the cache that are before the edited position. The jobs
-that read the next prompt come before the cells of this prompt, so that both can run together.
+that read the next prompt come before the cells of this prompt, so that the engine can run these
+jobs together with the cells.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Cell(NamedTuple):
 
     Attributes:
         prompt: index of the prompt.
-        layer, position, head: the cell's names in the table. A name is None if the table has no
-            such dimension.
+        layer, position, head: the cell's names along the dimensions of the table. A name is None if
+            the table does not have the dimension.
         value: the metric's value, or NaN if the cell failed (with a reason in `SweepTable.errors`).
     """
 
@@ -64,10 +65,10 @@ class Job:
         prompt: index of the prompt.
         ids: token ids of the prompt, or of the prompt's source.
         place: index of the cell in `table.values[prompt]`, or None if the job reads a prompt.
-        actions: the request's edits and reads, of which there can be none.
+        actions: the request's edits and reads. The tuple can be empty.
         of_source: whether `ids` are the token ids of the prompt's source.
-        error: why the request cannot be made, or None. A job with an error is not sent to the
-            engine, but is passed to `take` at once.
+        error: why the request cannot be made, or None. The engine never receives a job with an
+            error. The runner of the plan passes such a job to `Plan.take` at once.
         then: in path patching, the Step that makes the cell's next request, or None if this job is
             the cell's last request.
     """
@@ -159,7 +160,8 @@ class Plan:
         row_shape = sites.row_shape(sweep.site)
         self.heads = sweep.heads_of(row_shape[0])
         if most_cells is not None:
-            # To encode many prompts takes far longer than to receive them.
+            # Check before the prompts are encoded, because to encode many prompts takes far longer
+            # than to receive them.
             self._check_size(_num_prompts(prompts), 1, most_cells)
         self.ids = _checked(as_prompts(prompts, encode, "prompts"), "prompts", check)
         lengths = [len(ids) for ids in self.ids]
@@ -215,8 +217,8 @@ class Plan:
         """Raise SpecError if a cell's request would exceed the limits of a request."""
         for i, ids in enumerate(self.ids):
             every = sorted(p for p in self.at[i] if p is not None)
-            # If each cell edits one position, the cell of the earliest position has the most
-            # positions after the edit, and therefore the most rows.
+            # If each cell edits one position, the cell of the earliest position is the largest. In
+            # path patching, this cell has the most positions after the edit, and so the most rows.
             at = every if self.sweep.together else every[:1]
             self._check_positions(i, every, at)
             num_edits = self._num_edits(i, len(at))
@@ -425,8 +427,8 @@ class Plan:
             error: why the request failed, or None.
 
         Raises:
-            ScopeError: a job that reads a prompt failed or some of its rows are missing, and cells
-                need the answer to this job; or the metric's `value` failed.
+            ScopeError: a job that reads a prompt failed, or some of its rows are missing. The cells
+                of the prompt need these rows. Or the metric's `value` failed.
         """
         i, metric = job.prompt, self.sweep.metric
         known = self._of[i]

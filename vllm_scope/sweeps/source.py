@@ -103,9 +103,9 @@ class ReadRows:
     def _of(self, place: Place) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """The positions of a place's rows, and a view of the rows, [num_rows, width].
 
-        bfloat16 rows are bits in an array of uint16. The arrays are numpy's, because numpy selects
-        rows on the calling thread. torch would wake a thread on each core. On 16 cores, the
-        selection by torch took ten times as long as a cell.
+        numpy has no bfloat16, so the bits of bfloat16 rows are in an array of uint16. The arrays
+        are numpy's, because numpy selects rows on the calling thread. torch would wake a thread on
+        each core. On 16 cores, the selection by torch took ten times as long as a cell.
         """
         import torch  # the import is here, because an HTTP client uses Sweep without torch
 
@@ -117,7 +117,7 @@ class ReadRows:
 
 
 def of_head(rows: Floats, head: int, sites: Sites, site: str, other: Floats | None) -> Floats:
-    """Rows that have the numbers of one head from `rows`, and of the other heads from `other`.
+    """Rows with the numbers of one head from `rows`, and those of all other heads from `other`.
 
     Args:
         rows: rows of the shape [..., width].

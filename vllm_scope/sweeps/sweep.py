@@ -31,9 +31,10 @@ MODES: Final = ("patch", "ablate", "add")
 class Sweep:
     """Edits at chosen layers and positions of prompts, and a metric of the effect of each edit.
 
-    A cell is the metric after one edit, which is at one layer and one position of one prompt, or as
-    `heads` and `together` say. EngineCore computes each cell as one request, or as several
-    requests if there are `receivers`.
+    A cell is the metric after one edit. By default, the edit is at one layer and one position of
+    one prompt. With `heads`, the edit is only at one head. With `together`, the edit is at all
+    chosen positions. EngineCore computes each cell as one request, or as several requests if there
+    are `receivers`.
 
     Args:
         source: prompts, rows or a steering module, from which the edits take their vectors.
@@ -64,7 +65,7 @@ class Sweep:
             The edit acts only along the direct paths to these receivers. All other attention and
             MLP outputs are the outputs of the prompt's own run. With receivers, `layers="all"`
             means the layers from which a direct path leads to a receiver. If `receivers` is None,
-            the edit acts on everything after the edit.
+            the edit acts on everything that the model computes after the edit.
 
     Raises:
         SpecError: a mode, metric, site, layer, position, head, scale or receiver is not possible.

@@ -34,8 +34,8 @@ class SweepTable:
     Attributes:
         values: float64 [num_prompts, num_layers, num_positions, num_heads]. If a cell edits whole
             rows, the table has no dimension of heads. If a cell edits all chosen positions, the
-            table has no dimension of positions. A value is NaN if the prompt has no such token, or
-            if the cell has not arrived yet or has failed.
+            table has no dimension of positions. A value is NaN if the prompt has no token at the
+            position, or if the cell has not arrived yet or has failed.
         plain: float64 [num_prompts], the metric of each prompt without an edit.
         source: float64 [num_prompts], the metric of each source prompt. The numbers are NaN if the
             source is rows or a steering module.
@@ -89,13 +89,14 @@ class SweepTable:
 
     @cached_property
     def _indices(self) -> tuple[dict[int | None, int], ...]:
-        """Maps of names to indices, for each dimension. Maps of missing dimensions are empty."""
+        """For each dimension, a map of names to indices. If the table does not have the dimension,
+        the map is empty."""
         named = (range(len(self.tokens)), self.layers, self.positions or (), self.heads or ())
         return tuple({name: i for i, name in enumerate(names)} for names in named)
 
     def normalised(self) -> SweepTable:
-        """A table with the values (value - plain) / (source - plain), where 0 is the value of the
-        prompt, and 1 is the value of the source prompt.
+        """A table with the values (value - plain) / (source - plain). In this table, 0 is the value
+        of the prompt, and 1 is the value of the source prompt.
 
         Raises:
             SpecError: the metric of a source prompt is NaN, or equals the metric of the prompt. The
@@ -122,7 +123,7 @@ class SweepTable:
         )
 
     def to_xarray(self) -> Any:
-        """The values as an xarray.DataArray with the same names.
+        """The values as an xarray.DataArray, with the table's names.
 
         Raises:
             ConfigError: xarray is not installed.

@@ -1,7 +1,7 @@
 """Writes and reads a sweep and its table as JSON, for HTTP.
 
 Owns:  AskedSweep (a request's body), `head`, `cell`, `end` and `whole` (the server's answers), and
-       TableReader (which makes a table of the events of a server's stream).
+       TableReader (which makes a table from the events of a server's stream).
 To:    server.sweeps, client. docs/http.md shows the forms.
 """
 
@@ -44,7 +44,8 @@ class AskedSweep:
 
     Attributes:
         prompts: prompts in a form that `vllm_scope.sweep` accepts.
-        stream: whether the server sends cells when they arrive.
+        stream: whether the server sends cells as soon as they are computed. If False, the server
+            sends the whole table at the end.
     """
 
     prompts: list[object]
@@ -289,7 +290,8 @@ def _empty(told: _Head) -> SweepTable:
     lengths = [len(told.tokens), *(len(each) for each in names if each is not None)]
     if lengths != told.shape:
         raise ScopeError(f"the server's table has names for {lengths} and the shape {told.shape}.")
-    # A few names in each dimension give a table that is far larger than the event with the names.
+    # The event has only the names. A few names in each dimension can give a table that is far
+    # larger than the event.
     if math.prod(lengths) > MOST_VALUES:
         raise ScopeError(
             f"the server's table has {math.prod(lengths):,} values; at most {MOST_VALUES:,}. Send "

@@ -21,8 +21,8 @@ SWEPT: Final = "sweep-"
 TIME: Final = 0.2
 #: The most tokens in a group of several cells. A group of one cell can have more tokens.
 TOKENS: Final = 256
-#: Other requests count as present for this many seconds after the sweep last saw one. The reason is
-#: a client that sends one request after another, and has no request in the engine in between.
+#: Other requests count as present for this many seconds after the sweep last saw one. Otherwise, a
+#: client that sends one request after another would count as absent between two requests.
 LINGER_S: Final = 1.0
 #: The longest pause, in seconds. The length of a pause is a multiple of the time that the group of
 #: cells before the pause took. This time is long if the group had to wait in the engine.
@@ -34,8 +34,9 @@ class Yielding:
 
     Attributes:
         share: the part of a step that cells can take if there are no other requests.
-        elsewhere: whether the last answer that says it said that EngineCore has requests outside
-            of sweeps. EngineCore sees the requests of all front-ends, including this process.
+        elsewhere: whether EngineCore has requests outside of sweeps, according to the newest answer
+            that contains this information. EngineCore sees the requests of all front-ends,
+            including this process.
     """
 
     def __init__(self, share: float) -> None:

@@ -36,9 +36,9 @@ def attention_map(
 
     Args:
         found: a result or weights. A result must have the rows of `q` and `k` that
-            `vllm_scope.analysis.attention.attention_pattern` needs, and its queries are the
-            positions of the rows of `q`. Weights are [num_heads, num_queries, num_keys] on the CPU,
-            and their queries are the last num_queries positions.
+            `vllm_scope.analysis.attention.attention_pattern` needs. The queries of a result are at
+            the positions of its rows of `q`. Weights are [num_heads, num_queries, num_keys] on the
+            CPU. The queries of weights are at the last num_queries of the num_keys positions.
         layer: a layer of the result. None if `found` is weights.
         heads: the heads to show. If None, all heads are shown.
         tokens: the text of each token of the prompt and the answer, from position 0.

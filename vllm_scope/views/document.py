@@ -4,8 +4,8 @@ Owns:  View, Picture (a view of given parts), `live_page` (a page that draws a s
 To:    every view; server.pages.
 
 Promise: a saved page contains no link, and scope.js is its only script. The page's content security
-policy allows only this script, by its hash, and forbids all loads from addresses. A live page also
-contains live.js, and can send requests only to its own server.
+policy allows only this script, by its hash, and does not allow the page to load anything from an
+address. A live page also contains live.js, and can send requests only to its own server.
 """
 
 from __future__ import annotations

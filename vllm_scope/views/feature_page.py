@@ -22,8 +22,8 @@ from vllm_scope.views.document import View
 from vllm_scope.views.parts import Part, bar, bars, legend, section, text
 from vllm_scope.views.strip import TokenStrip
 
-#: The default limits of the number of features without a label, and of the number of tokens for
-#: each feature.
+#: By default, a page shows at most MOST_FEATURES features without a label, and at most MOST_TOKENS
+#: tokens for each feature.
 MOST_FEATURES, MOST_TOKENS = 100, 8
 _LEGEND = legend(
     "0", "the feature's largest value", "the middle of the colours is 0",

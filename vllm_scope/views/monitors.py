@@ -105,8 +105,8 @@ def _monitor(name: str, one: Found, now_s: float, index: int) -> Part:
     facts = f"{one.requests:,} requests, {one.verdicts:,} verdicts since {since}"
     shown = [text(f"{place(one)}, above {one.threshold:g}: {one.action}."), _scores(one)]
     shown += [_requests(one, now_s), _recent(one)]
-    # The id has the monitor's name, not the monitor's index. If other monitors are added or
-    # removed, a section that the reader has opened stays open.
+    # The id has the monitor's name, not the monitor's index. Therefore a section that the reader
+    # has opened stays open, even if other monitors are added or removed.
     id = f"monitor-{quote(name, safe='', errors='replace')}"
     return section(name, one.action, facts, shown, id, index < _MOST_OPEN)
 

@@ -16,7 +16,7 @@ from vllm_scope.views.checks import decoder_of, expect, labels_of, numbers_of, t
 from vllm_scope.views.document import Picture
 from vllm_scope.views.parts import Part, cell, grid, legend, text
 
-#: The default limits of the number of positions, and of the number of features at each position.
+#: By default, a picture shows at most this many positions, and this many features at each position.
 MOST_POSITIONS, MOST_FEATURES = 64, 8
 
 
@@ -34,8 +34,8 @@ def lens_grid(
         found: the lens's tokens by layer, such as `out.scope.lens["lens"]`.
         tokenizer: such as `llm.get_tokenizer()`. If None, token ids are shown.
         tokens: the text of each token of prompt and answer, from position 0.
-        positions: the positions to show, if the lens has these positions. If None, the first 64
-            positions of the lens are shown.
+        positions: the positions to show. Positions that the lens does not have are left out. If
+            None, the first 64 positions of the lens are shown.
 
     Raises:
         SpecError: `found` is not a dict of tokens by layer, an item of `tokens` is not a text, the
@@ -84,8 +84,8 @@ def feature_list(
         found: `SparseFeatures`, such as `out.scope.features["toy"]`.
         tokens: the text of each token of prompt and answer, from position 0.
         labels: short descriptions of features, by the number of the feature.
-        positions: the positions to show, if `found` has these positions. If None, the first 64
-            positions of `found` are shown.
+        positions: the positions to show. Positions that `found` does not have are left out. If
+            None, the first 64 positions of `found` are shown.
         strongest: the largest number of features to show for each token.
 
     Raises:
@@ -114,8 +114,9 @@ def feature_list(
 
 
 def _chosen(there: set[int], asked: Sequence[int] | None) -> tuple[list[int], list[Part]]:
-    """The positions to show. If `asked` is None and there are more than MOST_POSITIONS positions,
-    also a paragraph, which says how many positions are shown."""
+    """The positions to show, and a list of parts. If `asked` is None and there are more than
+    MOST_POSITIONS positions, the list has a paragraph that says how many positions are shown.
+    Otherwise the list is empty."""
     if asked is not None:
         found = [position for position in numbers_of(asked, "positions") if position in there]
         ends = f"are at positions {min(there)} to {max(there)}" if there else "are at no position"

@@ -44,7 +44,7 @@ class Stream:
 
 
 class Moments:
-    """The moments are exact: `live` is false, so the sink gets each accepted row one time."""
+    """The moments are exact, because with `live = False` the sink gets each accepted row once."""
 
     live = False
     takes_scores = False

@@ -16,11 +16,12 @@
 With vLLM's own LLM and SamplingParams, these arguments are keys of `extra_args`.
 
 The fork's hooks are pre_attn, post_attn and post_block. A request can use a hook only if the engine
-taps the hook's site (`additional_config={"scope": {"sites": [...]}}`). A tier is the vectors, or
-the clamps, that apply to every token, to the prompt's tokens, or to generated tokens. The vectors
-of a steering module and of the request's tiers are added together. Clamps apply after all
-additions. Clamps of features apply after all other clamps. A token's position decides which tiers
-apply to the token. Therefore the same tiers apply if a preempted request computes the token again.
+taps the hook's site (`additional_config={"scope": {"sites": [...]}}`). The vectors of a request
+form up to three tiers: the vectors for every token, those for the prompt's tokens, and those for
+generated tokens. In the same way, the clamps of a request form up to three tiers. The vectors of a
+steering module and of the request's tiers are added together. Clamps apply after all additions.
+Clamps of features apply after all other clamps. A token's position decides which tiers apply to the
+token. Therefore the same tiers apply if a preempted request computes the token again.
 
 A caller loads steering modules with `load_modules(llm, ["formal=formal.json"])`. At start, the
 engine loads the modules in `additional_config={"scope": {"modules": {"formal": "formal.json"}}}`.

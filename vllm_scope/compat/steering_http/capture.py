@@ -80,7 +80,7 @@ class CaptureResult:
         status: "pending" while the request runs, then "ok", "partial_error" or "error".
             "partial_error" means that rows are missing. The status stays "pending" if the sink does
             not answer in time.
-        error: the reason of the status, if the status is not "ok".
+        error: the reason for the status, if the status is not "ok".
         payload: the paths of the files, for the consumer `filesystem`. An HTTP request without the
             operator's key gets only the names of the files. For another consumer, the payload is
             the details of the sink's manifest.
@@ -97,7 +97,8 @@ class CaptureResult:
 
 
 def reads_of(capture: object, sites: Sites, room: Room) -> list[tuple[Read, dict[str, str]]]:
-    """One Read for each hook of each consumer, with the caller's names of the Read's fields.
+    """One Read for each hook of each consumer. With each Read comes a dict for error texts, which
+    maps the Read's fields to the names that the caller used.
 
     Args:
         room: counts the request's reads and positions.
@@ -237,7 +238,8 @@ class CaptureEntry:
     """The captured rows of one layer at one hook.
 
     Attributes:
-        array: the rows, [num_rows, hidden_size]. bfloat16 rows are bits in an array of uint16.
+        array: the rows, [num_rows, hidden_size]. numpy has no bfloat16, so the bits of bfloat16
+            rows are in an array of uint16.
         dtype: the name of the rows' dtype.
         positions: the rows' absolute positions.
     """
@@ -253,8 +255,8 @@ def read_request(path: str | Path) -> dict[tuple[int, str], CaptureEntry]:
     """Read the rows of a captured request, by layer and hook.
 
     Args:
-        path: root/tag/request_id, for any layout of the files, or a path from the payload, if the
-            file at this path has only one request.
+        path: root/tag/request_id, for any layout of the files. If a file has only one request, the
+            file's path, as in the payload, is also possible.
 
     Raises:
         FileError: a file cannot be read.

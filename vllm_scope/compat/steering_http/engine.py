@@ -30,7 +30,7 @@ _FILES = {"root": "root", "writer_threads": "threads", "fsync": "fsync"}
 _LAYOUTS = {"per_file": "per_request", "packed": "packed", "sharded": "sharded"}
 #: Maps options of the consumer `filesystem` to the only value that is allowed for each.
 _ALWAYS = {"on_collision": "overwrite", "atomic_publish": True}
-#: Options without effect, because vllm-scope has no queues, caches and shards of this kind.
+#: Options without effect. They set up queues, caches and shards that vllm-scope does not have.
 _IDLE = {
     "queue_size", "timeout_seconds", "fd_cache_size", "coalesce_max_bytes", "num_shards",
     "shard_max_bytes",
@@ -38,7 +38,8 @@ _IDLE = {
 _GLOBAL = {"global_hooks", "global_positions", "default_tag"}
 
 
-#: Maps each hook to layers, and each layer to a vector or a list of clamps; or this as JSON text.
+#: An object that maps each hook to layers, and each layer to a vector or a list of clamps. The JSON
+#: text of such an object is also possible.
 Tier = Mapping[str, Mapping[int | str, object]] | str
 P = ParamSpec("P")
 
@@ -94,7 +95,7 @@ class LLM(vllm.LLM):
             A request waits until there is room for its vectors. The option
             additional_config["scope"].vectors_mib sets the size of this room.
         capture_consumers: the sinks, each as {"name", "params"}. The params of `filesystem` have
-            the fork's names. The params of another sink are the options that this sink has in
+            the fork's names. The params of any other sink are this sink's own options, as in
             additional_config["scope"].sinks.
 
     Raises:

@@ -17,8 +17,8 @@ Runs:  in the front-end. For HTTP requests, the event loop of the API server run
 To:    keys.
 
 Promise: on one token, all clamps of one SAE at one place read the same row, even if the clamps are
-in different objects of the list. Clamps of features apply after all vectors and after all clamps
-along directions.
+in different objects of `sae_clamp_specs`. Clamps of features apply after all vectors and after all
+clamps along directions.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Asked:
     words: dict[str, str]
 
 
-#: Maps an SAE's name and a place to clamps by tokens. Each clamp is mapped to its path in the body.
+#: For each SAE's name and place: maps tokens ("prompt" or "generated") to the clamps at these
+#: tokens, and each clamp to its path in the body.
 _Grouped = dict[tuple[str, Place], dict[str, dict[_Clamp, str]]]
 
 

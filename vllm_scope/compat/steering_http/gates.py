@@ -16,8 +16,8 @@ Owns:  `gated`.
 Runs:  in the front-end. For HTTP requests, the event loop of the API server runs this code.
 From:  vectors, in the same folder as this file.   To: keys.
 
-Promise: `gated` refuses a gate of the fork that an Add with a Gate cannot express. The error names
-the reason.
+Promise: if an Add with a Gate cannot express a gate of the fork, `gated` refuses this gate. The
+error states the reason.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ _SCOPES = {
 
 
 def gated(body: object, sites: Sites, room: Room) -> Iterator[tuple[Add, dict[str, str]]]:
-    """Yield the Adds of a request's gates, each Add with the caller's names of the Add's fields.
+    """Yield the Adds of a request's gates. With each Add comes a dict for error texts, which maps
+    the Add's fields to the names that the caller used.
 
     Args:
         room: counts the vectors and numbers of the request.

@@ -179,7 +179,7 @@ async def _sites(request: Request) -> Sites:
 
 @reading.get("", summary="The steering of every request", responses=errors(400))
 async def get_steering(request: Request, target: Target = None) -> SteeringStatus:
-    """Lengths of vectors and numbers of clamps, also for server-wide edits from other routes."""
+    """Lengths of vectors and numbers of clamps. Edits from other routes are included."""
     _check_target(target)
     text = await asked(engine_of(request).edits())
     return SteeringStatus.model_validate(await run_in_threadpool(status, text))
@@ -207,8 +207,8 @@ async def get_modules(request: Request) -> Modules:
 
 @changing.post("/set", summary="Steer every request")
 async def set_steering(request: Request, body: SetSteering) -> SteeringSet:
-    """The vectors of all tiers are added together, also those of requests. Running requests keep
-    their steering."""
+    """At each token, the vectors of these tiers and of the request's own tiers are added together.
+    Running requests keep their steering."""
     _check_target(body.target)
     engine = engine_of(request)
     sites = await _sites(request)

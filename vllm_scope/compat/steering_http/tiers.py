@@ -5,10 +5,10 @@ Runs:  in an API server process.
 To:    http.
 
 Promise: only the engine has a list of server-wide edits. An Add or a Clamp of this list belongs to
-a tier if the edit has numbers and layers, and applies to the tier's tokens. The route that has set
-the edit does not matter. A `set` without `replace` does not change other edits, such as an Add of a
-steering module by name, an ablation, or an edit with a gate, a dose, `norm_match` or
-`max_relative_norm`.
+a tier if the edit contains its vectors, names its layers, and applies to the tier's tokens. It does
+not matter which route has set the edit. Some edits belong to no tier: an Add of a steering module
+by name, an ablation, or an edit with a gate, a dose, `norm_match` or `max_relative_norm`. A `set`
+without `replace` does not change these edits.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from vllm_scope.request.spec import Spec, scope
 from vllm_scope.vectors.hooks import MODULE_TIERS, tiers
 
 CLAMP_TIERS = tiers("clamps")
-#: `_NORMS` maps a tier's tokens to the field of `status` for the length of the sum of vectors.
-#: `_COUNTS` maps a tier's tokens to the field of `status` for the number of clamps.
+#: Names of fields in the result of `status`, by the tokens of a tier. A field of `_NORMS` has the
+#: length of the sum of the tier's vectors. A field of `_COUNTS` has the number of its clamps.
 _NORMS = {tokens: name for name, tokens in tiers("norm").items()}
 _COUNTS = {tokens: name for name, tokens in CLAMP_TIERS.items()}
 

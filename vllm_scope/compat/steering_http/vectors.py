@@ -39,7 +39,7 @@ from vllm_scope.vectors.hooks import (
 
 HOOKS = {site: hook for hook, site in ALIASES.items()}
 _BOUNDS = {"min", "max", "value"}
-#: Upper limits of the number of fields of a packed hook, of a vector as an object, and of a clamp.
+#: The most fields that a packed hook, a vector (given as an object) and a clamp can have.
 _PACKED_FIELDS, _VECTOR_FIELDS, _CLAMP_FIELDS = 7, 3, 5
 
 
@@ -51,8 +51,9 @@ def bounded(
 ) -> Mapping[object, object]:
     """Count the vectors or the clamps of a tier, and return the tier's hooks.
 
-    `clamps` says whether the tier has clamps. A hook has at most one vector for each layer. In the
-    count of the request's edits, all vectors of one hook are one edit, and each clamp is one edit.
+    `clamps` is True for a tier of clamps, and False for a tier of vectors. A hook has at most one
+    vector for each layer. All vectors of one hook count as one edit of the request. Each clamp
+    counts as one edit.
 
     Raises:
         SpecError: too many vectors or clamps, an unknown hook, a layer that the model lacks, or a
@@ -173,7 +174,7 @@ def clamps_of(
 
 
 def words_of(edit: Edit, key: str) -> dict[str, str]:
-    """Maps the path of each field of an edit to the path of its hook in the tier, for errors."""
+    """For error texts: maps each field of an edit to the path of the edit's hook in the tier."""
     place = f"{key}[{HOOKS[edit.site]!r}]"
     return dict.fromkeys(("", ".layers", ".site", ".tokens", f".{edit.fields[0]}"), place)
 

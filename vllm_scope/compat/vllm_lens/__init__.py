@@ -11,7 +11,8 @@
 The rows are read after all steering of the layer. Layer k has the values of Hugging Face's
 `hidden_states[k + 1]`. For the last layer, these are the values before the final norm.
 
-A request has these keys in `extra_args`, or over HTTP in `vllm_xargs`, as JSON strings.
+A request can have these keys in `extra_args`. Over HTTP, the keys are in `vllm_xargs`, and their
+values are JSON strings.
     output_residual_stream   a Read of "resid_post". True reads all layers, a list reads some
                              layers, and False or None reads nothing
     apply_steering_vectors   an Add for each vector, or for each position of 3-D activations

@@ -144,7 +144,7 @@ def compute_attention_weights(
 
 
 def _by_head(values: Tensor | Sequence[float] | None, name: str, heads: int) -> Tensor | None:
-    """`values` as a tensor [heads], or None for None."""
+    """`values` as a tensor [heads]. None if `values` is None."""
     if values is None:
         return None
     found = torch.as_tensor(values).flatten()

@@ -48,7 +48,8 @@ class HookContext:
         seq_len: number of rows that the function receives.
         positions: the rows' absolute positions.
         saved: a dict for the values that the function saves. `output.hook_results` has this dict
-            under the hook's index. For a hook of all requests, PersistentHooks.results has it.
+            under the hook's index. If the hook is for all requests, PersistentHooks.results has
+            this dict.
         model: vLLM's model.
     """
 
@@ -112,7 +113,7 @@ class HookRun:
     def __init__(self, of_all: Sequence[Hook], own: Sequence[Hook]) -> None:
         self._hooks, self._num_of_all = [*of_all, *own], len(of_all)
         self.places = {(layer, hook.pre) for hook in self._hooks for layer in hook.layer_indices}
-        #: Maps a completion's index to the contexts of its called hooks, by the hooks' indices.
+        #: For each completion's index: maps the index of each called hook to the hook's context.
         self._contexts: dict[int, dict[int, HookContext]] = {}
         self._errors: dict[int, str] = {}
 

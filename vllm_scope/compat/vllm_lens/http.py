@@ -33,7 +33,7 @@ from vllm_scope.server.faces import FirstReply, HttpFace, Keep, Reply
 if TYPE_CHECKING:
     from vllm import CompletionOutput
 
-#: The key in the metadata of a kept file for the dtype and the shape of the file's tensor.
+#: A kept file has metadata. Under this key, the metadata has the dtype and shape of the tensor.
 _DESCRIBED = "activations"
 
 

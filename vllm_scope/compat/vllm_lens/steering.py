@@ -32,10 +32,11 @@ class SteeringVector(Model):
         layer_indices: one layer for each index of the first dimension of `activations`.
         scale: the factor of the vectors.
         norm_match: whether each vector is first scaled to the length of the token's row.
-        position_indices: absolute positions without repeats. If `activations` has two dimensions,
-            only the tokens at these positions get the vectors, or every token with None. If
-            `activations` has three dimensions, `position_indices` has one position for each index
-            of the second dimension. None then means the positions 0 to num_positions - 1.
+        position_indices: absolute positions without repeats, or None. If `activations` has two
+            dimensions, only the tokens at these positions get the vectors. None then means every
+            token. If `activations` has three dimensions, `position_indices` has one position for
+            each index of the second dimension. None then means the positions 0 to
+            num_positions - 1.
 
     Raises:
         SpecError: `activations` is not such a tensor or does not fit the indices, an index is not a

@@ -33,7 +33,7 @@ from vllm_scope.errors import ConfigError, ScopeError, SpecError, shown
 DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
 MAX_DIMENSIONS = 8
 FIELDS = ("data", "dtype", "original_dtype", "shape", "compression")
-#: The largest number of fields of a tensor's JSON. This code ignores unknown fields.
+#: The most fields that a tensor's JSON can have. This code ignores unknown fields.
 MOST_FIELDS = 16
 #: An untrusted zstd frame of n bytes may have at most SMALL_BYTES + MOST_TIMES * n bytes of data.
 MOST_TIMES, SMALL_BYTES = 64, 1 << 16
