@@ -1,11 +1,11 @@
 """Tokens per second over HTTP: the cost of a scope for the clients of one server, in turns.
 
 The same server serves plain requests and other kinds, one kind after another. If the machine's
-speed changes, the change affects all kinds. The clients are in several processes (`--processes`).
-A client needs as much CPU to receive an answer of 3 MB as the server needs to send the answer.
-Clients in one process could therefore be slower than the server. The first turn warms up. In this turn the
-clients check that no row is missing. In later turns they parse fewer answers, because with few
-cores the clients' work slows the server.
+speed changes, the change affects all kinds. The clients are in several processes (`--processes`). A
+client needs as much CPU to receive an answer of 3 MB as the server needs to send the answer.
+Clients in one process could therefore be slower than the server. The first turn warms up. In this
+turn the clients check that no row is missing. In later turns they parse fewer answers, because with
+few cores the clients' work slows the server.
 
     python -m benchmarks.http                    # toy world on a CPU
     python -m benchmarks.http --gpu --shape 8b   # random weights on a GPU
