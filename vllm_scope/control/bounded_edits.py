@@ -59,8 +59,8 @@ class BoundedEdits:
         """The edits after a change. Each scale with bounds stays within its bounds.
 
         Args:
-            to: maps the name of an edit with bounds to a new scale, and the name of another edit to
-                a new edit.
+            to: maps names of edits to new values. If the edit has bounds, the value is the new
+                scale. If the edit has no bounds, the value is the new edit.
 
         Raises:
             SpecError: a name in `to` has no edit, or a value in `to` has the wrong type or is not

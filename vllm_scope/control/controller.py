@@ -69,8 +69,8 @@ class Change:
     """The change of server-wide edits that a callback wants.
 
     Attributes:
-        to: maps the name of an edit with bounds to a new scale, and the name of another edit to a
-            new edit.
+        to: maps names of edits to new values. If the edit has bounds, the value is the new scale.
+            If the edit has no bounds, the value is the new edit.
         reason: a text for the log.
     """
 

@@ -5,7 +5,8 @@ Runs:  `open` on the thread that calls `Receiver.listen`. Peers are checked on a
        starts.
 From:  receiver.
 
-Promise: if a peer does not have the keys of the front-end's address, the handshake fails.
+Promise: a peer can connect only with the CURVE keys in the front-end's TcpAddress. Without these
+keys, the handshake fails.
 """
 
 from __future__ import annotations

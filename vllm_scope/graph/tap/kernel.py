@@ -211,7 +211,7 @@ def _tap_kernel(
                         tl.store(record + 2, two)
             if walked == 0:
                 tl.store(held + register, value)
-                # This barrier has the same reason as the barrier after a condition below.
+                # One thread stores the value, and all threads load it in a later operation.
                 tl.debug_barrier()
                 if offset >= 0:
                     tl.store(out, value)
