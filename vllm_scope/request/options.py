@@ -16,8 +16,8 @@ from vllm_scope.errors import ConfigError, shown
 
 Options = TypeVar("Options", bound=BaseModel)
 
-#: The end of this package's error text, by pydantic's kind of error. A word in braces is replaced
-#: by the value that pydantic's error has for the word.
+#: Maps pydantic's kind of error to the last words of this package's error text. A word in braces
+#: is replaced by the value that pydantic's error has for the word.
 _MUST: dict[str, str] = {
     "string_type": "must be a string",
     "string_too_short": "must have {min_length} or more characters",

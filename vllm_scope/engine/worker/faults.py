@@ -36,8 +36,8 @@ class Faults:
 
     def __init__(self, tables: Tables, planner: Planner, sites: Sites) -> None:
         self._reported, self._planner, self._sites = tables.faults, planner, sites
-        #: Maps each request that `fail` must end to the reason, until the reason is sent with an
-        #: output.
+        #: The reason for each request that must end because `fail` was called. An entry is removed
+        #: when its reason is sent with an output.
         self._failed: dict[str, str] = {}
 
     def fail(self, req_id: str, reason: str) -> None:

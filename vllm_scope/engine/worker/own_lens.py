@@ -135,8 +135,8 @@ class OwnLens:
         return {LENS: lens, **{key: lens.of(one) for key, one in self.maps.items()}}
 
     def describe(self) -> dict[str, list[int]]:
-        """The boundaries for which this worker has a map, by lens (the value of
-        Described.lenses)."""
+        """Maps the name of each configured lens to the boundaries for which this worker has a map
+        of the lens. The worker reports this result as `Described.lenses`."""
         names = self._config.lenses if self._delivers and self._is_last else ()
         return {name: [b for of, b in self.maps if of == name] for name in names}
 
