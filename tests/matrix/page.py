@@ -23,32 +23,35 @@ vLLM's registry, and other architectures that vLLM runs by its Transformers back
 architecture the command makes a tiny random checkpoint from the configuration class of
 transformers, and compares vLLM's rows with the inputs and outputs of Hugging Face's modules, in
 float32 on a CPU. The comparison covers every position of three prompts and their answers. The
-prompts are computed in chunks of 32 tokens, and a second time with a warm prefix cache. Models with
-states compute whole prompts at once. If some tokens came from the cache, the page says "warm
-cache". "Without latent attention" means that vLLM ran with VLLM_MLA_DISABLE=1 and custom_ops
-"none". On a CPU, vLLM's kernels for latent attention refuse float32, or return other numbers.
+prompts are computed in chunks of 32 tokens, and a second time with a warm prefix cache. If vLLM
+cannot compute the prompts of a model in these chunks, the command compares whole prompts without
+the cache. In the column `how`, "warm cache" means that some tokens came from the cache. "Without
+latent attention" means that vLLM ran with VLLM_MLA_DISABLE=1 and custom_ops "none". The reason is
+that, on a CPU, vLLM's kernels for latent attention refuse float32, or return other numbers.
 `make matrix VLLM=0.30.0` tests another version of vLLM, and begins with the architectures that
 other versions verified. If `make matrix` is stopped, its next run skips the architectures that have
 a result.
 
 An architecture is verified if the worst row of `embed` and `resid_post` differs from Hugging Face's
 row by at most {TOLERANCE:g} of its length. Any other site is verified if its rows equal, to the
-same bound, the input or output of one module of each Hugging Face layer. "Canary only" means that
-the source of the layers is not understood, but the numbers of a forward prove where the stream is
-([design](design.md#anatomy)), and `embed` and `resid_post` equal Hugging Face's rows.
-[Sites](sites.md) defines all sites. If a site cannot be tapped on a model,
-`vllm-scope doctor MODEL` prints the reason.
+same bound, the input or output of one module of each Hugging Face layer. The column
+`no equal module` names the sites for which there is no such module. The column `refused` names the
+sites that cannot be tapped. "Canary only" means that the source of the layers is not understood,
+but the numbers of a forward prove where the stream is ([design](design.md#anatomy)), and `embed`
+and `resid_post` equal Hugging Face's rows. [Sites](sites.md) defines all sites. If a site cannot be
+tapped on a model, `vllm-scope doctor MODEL` prints the reason.
 
-For a multimodal architecture only the decoder is compared, with prompts of text and vLLM's
-`language_model_only`. In the tables, a multimodal architecture is marked "text". The modules of
-multimodal architectures import torchvision, which the package index has for CUDA only. The test
-imports torchvision's Python part, and declares torchvision's compiled operators but never calls
-these operators (`tests/matrix/vision.py`). In `tests/engine/test_multimodal.py`, a prompt
-contains a sound, and the test compares the prompt's rows with Hugging Face's. In
-`tests/engine/test_images.py`, a prompt of Qwen2-VL, Qwen2.5-VL and Qwen3-VL contains two images,
-and the test compares the rows of texts and images with Hugging Face's. No test compares the rows of
-images of other architectures. `python -m tests.matrix --pending` prints the architectures that were
-not run and are not on this page.
+For a multimodal architecture, the command compares only the decoder, with prompts of text and
+vLLM's `language_model_only`. The tables mark such an architecture with "text" or "text alone". The
+modules of multimodal architectures import torchvision, but the package index has only CUDA builds
+of torchvision. The command therefore imports torchvision's Python part, and declares torchvision's
+compiled operators but never calls these operators (`tests/matrix/vision.py`). In
+`tests/engine/test_multimodal.py`, a prompt contains a sound, and the test compares the prompt's
+rows with Hugging Face's. In `tests/engine/test_images.py`, a prompt of Qwen2-VL, Qwen2.5-VL and
+Qwen3-VL contains two images, and the test compares the rows of texts and images with Hugging
+Face's. No test compares the rows of images of other architectures.
+`python -m tests.matrix --pending` prints the architectures that were not run and are not on this
+page.
 """
 _UNSERVED = """vLLM 0.33.0 was not run, because no CPU build of vLLM 0.33.0 or of PyTorch 2.14 could
 be installed.
