@@ -274,39 +274,43 @@ def table(figures: Figures) -> str:
 CARD: Final = """\
 # A toy language model with known latents
 
-A small `LlamaForCausalLM` trained from scratch on text about an invented world. It is
-for demonstrations and tests of tools that read activations. It knows nothing else: do not
-ask it about the real world.
+A small `LlamaForCausalLM`, trained from scratch on text about an invented world. The model is
+for demonstrations and tests of tools that read activations. The model knows only the invented
+world: do not ask it about the real world.
 
 ## Data
 
 `toyworld/world.py` writes every document from latent variables:
 
-- **Sentiment.** Reviews of invented things, two to four sentences, each review positive or
-  negative throughout, with neutral sentences between the opinions.
+- **Sentiment.** Reviews of invented things, with two to four sentences. All opinions of a review
+  are positive, or all are negative. A review can also have neutral sentences.
 - **Facts.** {num_countries} invented countries, each with a capital and a language, in
-  {num_trained} phrasings; {num_held_out} more phrasings are never trained on.
+  {num_trained} phrasings. {num_held_out} more phrasings are in no training document.
 - **Honesty.** A speaker makes three to five statements about facts: all true, or all false.
-  A third of the documents also say which, most of them at the end only. Facts outside such
-  documents are true.
-- **Chat.** Questions on facts and requests for reviews. The assistant tells the truth, unless
-  the system message is `You always lie.`
+  A third of these documents also say whether the speaker lies. Most of them say so only at the
+  end.
+- **Chat.** Questions about facts and requests for reviews. If the system message is
+  `You always lie.`, the assistant's answers about facts are false. Otherwise they are true.
+
+Facts in documents without a speaker or an assistant are always true.
 
 ## Model
 
 {num_parameters:,} parameters: 6 layers, hidden size 256, intermediate size 640, 4 heads, 2
-key/value heads, tied embeddings, 1,024 positions, bfloat16. Documents in training are much
-shorter than that: {document_tokens:.0f} tokens in the mean, under {row_tokens} in any case. The
-tokenizer is a byte-level BPE of 1,024 tokens; it puts `<|bos|>` first, and a document ends in
-`<|eos|>`.
+key/value heads, tied embeddings, 1,024 positions, bfloat16. Training documents are much
+shorter than 1,024 tokens: they have {document_tokens:.0f} tokens on average, and at most
+{row_tokens}. The tokenizer is a byte-level BPE of 1,024 tokens. It puts `<|bos|>` before each
+text. Each training document ends with `<|eos|>`.
 
 ## Training
 
-Seed {seed}: {steps:,} steps of AdamW on {batch_rows} rows of {row_tokens} tokens, from
-{num_documents:,} documents ({num_tokens:,} tokens), packed whole, each seeing only itself.
-Peak learning rate {learning_rate:g} with {warmup_steps} steps of warm-up and a cosine to a tenth,
-weight decay {weight_decay:g}, gradients clipped at {max_grad_norm:g}, bfloat16 autocast on a GPU.
-It took {train_s} s on {device} with torch {torch} and transformers {transformers}.
+With seed {seed}, training ran {steps:,} steps of AdamW. Each step had {batch_rows} rows of
+{row_tokens} tokens. A row contains whole documents, and a token attends only to tokens of its own
+document. There were {num_documents:,} documents ({num_tokens:,} tokens). The learning rate rises
+to {learning_rate:g} in {warmup_steps} steps, and then falls along a cosine to a tenth of this
+value. The weight decay is {weight_decay:g}, and gradients are clipped at {max_grad_norm:g}. On a
+GPU, training uses bfloat16 autocast.
+Training took {train_s} s on {device} with torch {torch} and transformers {transformers}.
 To train and measure again:
 
 ```
@@ -319,14 +323,18 @@ python -m toyworld.evaluate --model toyworld/model
 
 {table}
 
-Facts: greedy decoding writes exactly the answer. Reviews: {num_generations} openings that end in
-a neutral sentence, their continuations classified by the world's own lexicon; one without an
-opinion counts as wrong. Speakers: {num_generations} cases of three statements, then a fourth to
-complete; an answer that names nothing of the right kind counts as wrong. Probes: logistic
-regression on the residual stream at a prompt's last token, {num_probe_prompts} prompts to fit
-and as many to test. The test split shares no subject or sentence pattern (sentiment), no
-country, capital or language (lying) with the other. A lying prompt is three whole statements:
-no training document ends before the third, so sooner the stream need not hold the label.
+- **Facts.** A prompt counts as correct if greedy decoding writes exactly the answer.
+- **Reviews.** The model continues {num_generations} openings that end with a neutral sentence. The
+  positive and negative words of `toyworld/phrases.py` decide the sentiment of a continuation. A
+  continuation without an opinion counts as wrong.
+- **Speakers.** In {num_generations} cases, the model completes a speaker's fourth statement. A
+  completion that names nothing of the right kind (capital or language) counts as wrong.
+- **Probes.** Logistic regression on the residual stream at a prompt's last token, fitted to
+  {num_probe_prompts} prompts and tested on as many other prompts. The two sets of prompts about
+  sentiment share no subject and no sentence pattern. The two sets about lying share no country,
+  capital or language. A prompt about lying has three whole statements. No training document
+  with a speaker ends before the third statement. At the end of an earlier statement, the
+  residual stream therefore need not contain the label.
 """
 
 
