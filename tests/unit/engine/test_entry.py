@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pytest
@@ -59,6 +60,7 @@ def _core(most: Cost | None = None) -> CoreScope:
     made.most = most or Cost(100, 100, 100)
     made.everywhere, made.connector = Resolved(), None
     made.sums, made.widths = SumsRoom(SITES, 1), None
+    made.sessions, made.refused = WeakValueDictionary(), {}
     return made
 
 
@@ -254,6 +256,17 @@ def test_a_piece_of_streamed_input_whose_session_is_not_in_the_scheduler_yet_is_
         _preprocess(engine, piece)
 
 
+def test_a_session_of_another_engine_in_the_process_is_not_known():
+    one, other = (_EngineCore(_core(), scheduler=SimpleNamespace(requests={})) for _ in range(2))
+    piece = _request(Add(V, layer=0), name="session")
+    piece.resumable = True
+    first, _ = _preprocess(one, piece)
+    piece = _request(Add(V, layer=0), name="session")
+    piece.resumable = True
+    second, _ = _preprocess(other, piece)
+    assert [len(entered(made).asked.edits) for made in (first, second)] == [1, 1]
+
+
 def test_the_end_of_a_refused_session_of_streamed_input_begins_no_request(monkeypatch):
     """vLLM sends the end as a request of one dummy token, with the id of the session."""
     monkeypatch.setattr(core, "MOST_REFUSED", 2)
@@ -276,7 +289,7 @@ def test_the_end_of_a_refused_session_of_streamed_input_begins_no_request(monkey
     scope_.registry.set_edits(None)
     piece = send("b", True)  # the session goes on after the edits were removed
     assert entered(send("b", False)) is None
-    assert core._refused == {}
+    assert scope_.refused == {}
     del piece
 
 

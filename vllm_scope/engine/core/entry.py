@@ -61,10 +61,20 @@ T = TypeVar("T")
 #: The programs that a request holds; the request's columns (Entered.columns); and the entries of
 #: the workers' tables that the request can need later.
 _HeldBy = tuple[Held | None, tuple[bytes, ...], Cost]
+#: This many ids of refused sessions are kept (CoreScope.refused).
+MOST_REFUSED = 256
 
 
 class CoreScope:
-    """Holds the registry, and prepares new requests."""
+    """Holds the registry, and prepares new requests.
+
+    Attributes:
+        sessions: maps the id of a session of streamed input to the first piece, which is vLLM's
+            Request of the session. The session is not in the scheduler while the first piece waits
+            for room.
+        refused: the ids of the last sessions of which no piece was accepted. vLLM ends a session
+            with a request of one dummy token, which must not begin as a request of its own.
+    """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         config = config_of(vllm_config)
@@ -79,6 +89,8 @@ class CoreScope:
         #: The reads that global sinks add to every request.
         self.everywhere = global_reads(config, self.sites)
         self.policies = config.policy_configs()
+        self.sessions: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        self.refused: dict[str, None] = {}
         self.most = capacity(self.sites.vector_size, config.vectors_mib)
         #: The widths of rows, with which EngineCore makes entries of the device tables for a worker
         #: in this process. None if the workers run in other processes.
@@ -279,13 +291,6 @@ def _unchecked(asked: Resolved, more: bool, ticket: Ticket | None) -> bool:
 _scopes: Beside[CoreScope] = Beside()
 #: Maps vLLM's EngineCore to True if the configuration has global sinks, which read every request.
 _reads_all: Beside[bool] = Beside()
-#: Maps the id of a session of streamed input to the first piece, which is vLLM's Request of the
-#: session. The session is not in the scheduler while the first piece waits for room.
-_sessions: WeakValueDictionary[str, Any] = WeakValueDictionary()
-#: The ids of the last MOST_REFUSED sessions of which no piece was accepted. vLLM ends a session
-#: with a request of one dummy token, which must not begin as a request of its own.
-_refused: dict[str, None] = {}
-MOST_REFUSED = 256
 _making = threading.Lock()
 
 
@@ -298,55 +303,52 @@ def _preprocess(
     # the workers need.
     ticket = ticket_of(request.sampling_params)
     request.sampling_params = without_ticket(request.sampling_params)
-    known = request.resumable and (
-        request.request_id in _sessions
-        # `_sessions` does not have a session that began before there was a CoreScope.
-        or request.request_id in self.scheduler.requests
-    )
-    if known:
-        # A later piece of streamed input has the edits and reads of the first piece.
-        return original(self, request)
+    scope = _scope_of(self)
     if request.resumable:
-        return _session_of(original, self, request, ticket)
-    if request.request_id in _refused:
-        del _refused[request.request_id]
+        return _piece_of(original, self, scope, request, ticket)
+    if request.request_id in scope.refused:
+        del scope.refused[request.request_id]
         raise SpecError("every piece of this streamed input was refused, and the session ends.")
     if ticket is None or not ticket.variants:
-        return _entered_as(original, self, request, ticket)
+        return _entered_as(original, self, scope, request, ticket)
     found = original(self, request)
     tickets = ticket.of_variants()
     expand(
         found[0], request, len(tickets),
-        lambda number: _entered_as(original, self, request, tickets[number])[0],
+        lambda number: _entered_as(original, self, scope, request, tickets[number])[0],
         self.vllm_config.model_config.get_vocab_size(),
     )  # fmt: skip
     return found
 
 
-def _session_of(
-    original: Callable[..., tuple[T, int]], self: EngineCore, request: EngineCoreRequest,
-    ticket: Ticket | None,
+def _piece_of(
+    original: Callable[..., tuple[T, int]], self: EngineCore, scope: CoreScope,
+    request: EngineCoreRequest, ticket: Ticket | None,
 ) -> tuple[T, int]:  # fmt: skip
-    """The same as `_entered_as`, for the first piece of streamed input."""
+    """The same as `_entered_as`, for a piece of streamed input. A later piece has the edits and
+    reads of the first piece."""
+    # `sessions` does not have a session that began before there was a CoreScope.
+    if request.request_id in scope.sessions or request.request_id in self.scheduler.requests:
+        return original(self, request)
     try:
-        found = _entered_as(original, self, request, ticket)
+        found = _entered_as(original, self, scope, request, ticket)
     except ScopeError:
-        _refused[request.request_id] = None
-        if len(_refused) > MOST_REFUSED:
-            del _refused[next(iter(_refused))]
+        scope.refused[request.request_id] = None
+        if len(scope.refused) > MOST_REFUSED:
+            del scope.refused[next(iter(scope.refused))]
         raise
-    _refused.pop(request.request_id, None)
-    _sessions[request.request_id] = found[0]
+    scope.refused.pop(request.request_id, None)
+    scope.sessions[request.request_id] = found[0]
     return found
 
 
 def _entered_as(
-    original: Callable[..., tuple[T, int]], self: EngineCore, request: EngineCoreRequest,
-    ticket: Ticket | None,
+    original: Callable[..., tuple[T, int]], self: EngineCore, scope: CoreScope,
+    request: EngineCoreRequest, ticket: Ticket | None,
 ) -> tuple[T, int]:  # fmt: skip
     """Make vLLM's Request, and store the request's Entered. The caller has already removed the
     ticket from `request`."""
-    found = _scope_of(self).enter(request, ticket)
+    found = scope.enter(request, ticket)
     if found is None:
         return original(self, request)
     if found.keys is not None:
