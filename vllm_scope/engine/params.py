@@ -128,11 +128,15 @@ def params_of(
     return kwargs[name] if name in kwargs else args[place]
 
 
-def used_by_vllm(params: Any, prompt: object) -> Any:
-    """The parameters with which vLLM runs a request. If the prompt is a whole EngineCoreRequest,
-    vLLM uses the parameters in this EngineCoreRequest, and ignores the parameters of the call.
+def used_by_vllm(
+    args: tuple[object, ...], kwargs: Mapping[str, object], place: int, name: str = "params"
+) -> Any:
+    """The parameters with which vLLM runs the request of a call. The prompt is the argument before
+    the parameters. If the prompt is a whole EngineCoreRequest, vLLM uses the parameters in this
+    EngineCoreRequest, and ignores the parameters of the call.
     vllm 0.30 to 0.33, v1/engine/async_llm.py, AsyncLLM.add_request"""
-    return getattr(prompt, "sampling_params", None) or params
+    params = params_of(args, kwargs, place, name)
+    return getattr(params_of(args, kwargs, place - 1, "prompt"), "sampling_params", None) or params
 
 
 def concerns(params: object, engine: Engine) -> bool:

@@ -102,8 +102,7 @@ class NpzFile:
             raise FileError(f"{self._name} has no array {shown(name)}, which its index names.")
         one = self._members[name]
         try:
-            count = int(np.prod(one.shape, dtype=object))
-            array = np.frombuffer(self._map, one.dtype, count, one.start)
+            array = np.frombuffer(self._map, one.dtype, one.num_items, one.start)
             tensor = torch.from_numpy(array.reshape(one.shape))
         except (ValueError, TypeError, RuntimeError, OverflowError) as error:
             raise FileError(f"{self._name}: {shown(name)} cannot be read: {error}") from None
@@ -149,8 +148,7 @@ def _members(file: BinaryIO, size: int, name: str) -> dict[str, StoredArray]:
                 if (
                     one.fortran
                     or one.dtype.hasobject
-                    or min(one.shape, default=0) < 0
-                    or one.num_bytes != one.dtype.itemsize * int(np.prod(one.shape, dtype=object))
+                    or not one.is_whole
                     or one.start + one.num_bytes > size
                 ):
                     raise FileError(f"{name}: array {shown(info.filename)} is damaged.")

@@ -77,19 +77,18 @@ def map_npz(path: Path) -> Tensors:
             for info in archive.infolist():
                 if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
                     raise ValueError(f"{shown(info.filename)} is compressed; use numpy.savez")
-                shape, fortran, dtype, start, num_bytes = stored_array(file, archive, info)
-                if dtype.kind != "f" or fortran:
+                one = stored_array(file, archive, info)
+                if one.dtype.kind != "f" or one.fortran:
                     raise ValueError(f"{shown(info.filename)} does not have floats in C order")
-                count = int(np.prod(shape, dtype=object))
-                if min(shape, default=0) < 0 or count * dtype.itemsize != num_bytes:
+                if not one.is_whole:
                     raise ValueError(
-                        f"{shown(info.filename)} has {num_bytes:,} bytes; its shape "
-                        f"{shown(list(shape))} needs another number of bytes"
+                        f"{shown(info.filename)} has {one.num_bytes:,} bytes; its shape "
+                        f"{shown(list(one.shape))} needs another number of bytes"
                     )
-                array = np.frombuffer(view, dtype, count, start)
+                array = np.frombuffer(view, one.dtype, one.num_items, one.start)
                 name = info.filename.removesuffix(".npy")
                 check_new(name, tensors)
-                tensors[name] = torch.from_numpy(array.reshape(shape))
+                tensors[name] = torch.from_numpy(array.reshape(one.shape))
     except OSError:
         raise
     except Exception as error:  # zipfile and numpy's parser raise many types of errors

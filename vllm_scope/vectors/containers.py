@@ -156,6 +156,17 @@ class StoredArray(NamedTuple):
     start: int
     num_bytes: int
 
+    @property
+    def num_items(self) -> int:
+        """The number of items that the shape claims."""
+        return int(np.prod(self.shape, dtype=object))
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the file has exactly the bytes that the shape claims."""
+        claimed = self.num_items * self.dtype.itemsize
+        return min(self.shape, default=0) >= 0 and claimed == self.num_bytes
+
 
 def stored_array(file: IO[bytes], archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredArray:
     """Where the array of an archive member lies in the file. The member must be neither compressed

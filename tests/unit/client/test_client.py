@@ -546,6 +546,19 @@ def both(act):
     return [run, lambda server: asyncio.run(collect(server))]
 
 
+def _refuses(act, words) -> list[str]:
+    """Check that each client raises a SpecError that matches `words`, and sends nothing. Returns
+    the errors' texts."""
+    texts = []
+    for run in both(act):
+        server = Server(edits={}, monitors={})
+        with pytest.raises(SpecError, match=words) as error:
+            run(server)
+        assert server.requests == []
+        texts.append(str(error.value))
+    return texts
+
+
 TOKENS = [
     {"id": 5, "text": " a", "position": 12, "scores": {"p": 2.0, "q": None}},
     {"id": 6, "text": "b", "position": 13, "scores": {}},
@@ -725,11 +738,7 @@ def test_modules_and_edits_carry_the_operators_key():
     ],
 )
 def test_set_edits_refuses_what_is_no_edit_and_leaves_the_servers_edits(actions, words):
-    for run in both(lambda client: client.set_edits(*actions)):
-        server = Server(edits={})
-        with pytest.raises(SpecError, match=f"set_edits.*{words}"):
-            run(server)
-        assert server.requests == []
+    _refuses(lambda client: client.set_edits(*actions), f"set_edits.*{words}")
 
 
 @pytest.mark.parametrize(
@@ -741,22 +750,18 @@ def test_set_edits_refuses_what_is_no_edit_and_leaves_the_servers_edits(actions,
     ],
 )
 def test_a_monitor_that_is_no_json_is_named_and_nothing_is_sent(monitor, came):
-    for run in both(lambda client: client.set_monitors({"fine": {}, "risky": monitor})):
-        server = Server(monitors={})
-        with pytest.raises(SpecError, match=r"^monitors\['risky'\] cannot be sent as JSON: ") as no:
-            run(server)
-        assert came in str(no.value)
-        assert "weight.tolist()" in str(no.value)
-        assert server.requests == []
+    for said in _refuses(
+        lambda client: client.set_monitors({"fine": {}, "risky": monitor}),
+        r"^monitors\['risky'\] cannot be sent as JSON: ",
+    ):
+        assert came in said
+        assert "weight.tolist()" in said
 
 
 @pytest.mark.parametrize("given", [[{"layers": [1]}], "risky", None], ids=["list", "text", "none"])
 def test_monitors_that_are_no_map_are_refused_and_nothing_is_sent(given):
-    for run in both(lambda client: client.set_monitors(given)):
-        server = Server(monitors={})
-        with pytest.raises(SpecError, match="it must be a dict from the name of each monitor"):
-            run(server)
-        assert server.requests == []
+    words = "it must be a dict from the name of each monitor"
+    _refuses(lambda client: client.set_monitors(given), words)
 
 
 def test_any_map_of_monitors_is_sent_and_a_name_that_is_no_text_is_refused():
@@ -766,11 +771,10 @@ def test_any_map_of_monitors_is_sent_and_a_name_that_is_no_text_is_refused():
         run(server)
         assert server.body == {"monitors": monitors}
     for name in (7, ("risky", 1)):
-        for run in both(lambda client, name=name: client.set_monitors({name: {"layers": [1]}})):
-            server = Server(monitors={})
-            with pytest.raises(SpecError, match=r"^monitors has the name .*; it must be a text"):
-                run(server)
-            assert server.requests == []
+        _refuses(
+            lambda client, name=name: client.set_monitors({name: {"layers": [1]}}),
+            r"^monitors has the name .*; it must be a text",
+        )
 
 
 @pytest.mark.parametrize(

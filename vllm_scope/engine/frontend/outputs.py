@@ -21,7 +21,7 @@ from vllm_scope.engine.frontend import ahead
 from vllm_scope.engine.frontend.connection import connection_of, connections
 from vllm_scope.engine.frontend.running import Live, lives, refusal_of, running_of, runs
 from vllm_scope.engine.frontend.translators import in_words
-from vllm_scope.engine.params import concerns, names_module, params_of, used_by_vllm
+from vllm_scope.engine.params import concerns, names_module, used_by_vllm
 from vllm_scope.engine.refusals import refusal, refusal_in
 from vllm_scope.engine.vllm_types import (
     AsyncLLM,
@@ -104,8 +104,7 @@ def outdated(output: RequestOutput) -> bool:
 def _generate(
     original: Callable[..., Outputs], self: AsyncLLM, *args: object, **kwargs: object
 ) -> Outputs:
-    given = params_of(args, kwargs, 1, "sampling_params")
-    params = used_by_vllm(given, params_of(args, kwargs, 0, "prompt"))
+    params = used_by_vllm(args, kwargs, 1, "sampling_params")
     stream = original(self, *args, **kwargs)
     return _settled(self, stream) if concerns(params, self) else stream
 

@@ -282,7 +282,7 @@ def _translated(
     the keys of other systems. If the prompt is an EngineCoreRequest, the returned prompt is a copy
     that has these SamplingParams."""
     prompt = params_of(args, kwargs, 1, "prompt")
-    given = used_by_vllm(params_of(args, kwargs, 2), prompt)
+    given = used_by_vllm(args, kwargs, 2)
     with Refusing():
         connection = connection_of(engine.output_processor)
         params = translators.translated(given, applied, connection.sites, connection.saes)
@@ -304,7 +304,7 @@ def _translated(
 
 def _add_sync(original: Callable[..., T], self: LLMEngine, *args: object, **kwargs: object) -> T:
     control.flush(self)
-    params = used_by_vllm(params_of(args, kwargs, 2), params_of(args, kwargs, 1, "prompt"))
+    params = used_by_vllm(args, kwargs, 2)
     ahead.send(self, monitors_of(self.vllm_config))
     asked = asks(params)
     applied = _applying(self, params)
@@ -337,7 +337,7 @@ def _add_async(
     original: Callable[..., Awaitable[T]], self: AsyncLLM, *args: object, **kwargs: object
 ) -> Awaitable[T]:
     ahead.send_soon(self, monitors_of(self.vllm_config))
-    given = used_by_vllm(params_of(args, kwargs, 2), params_of(args, kwargs, 1, "prompt"))
+    given = used_by_vllm(args, kwargs, 2)
     asked = asks(given)
     applied = _applying(self, given)
     if not asked and not applied:
