@@ -59,8 +59,8 @@ class _Scaled(Codec):
 
 
 class Fp8(_Scaled):
-    """Stores values in float8_e4m3fn. If the absolute value is at least 1/28,672 of the row's
-    largest absolute value, the stored value has the full relative precision of float8."""
+    """Stores values in float8_e4m3fn. A value keeps float8's full relative precision if it is not
+    much smaller than the others: at least 1/28,672 of the row's largest absolute value."""
 
     limit: ClassVar[float] = torch.finfo(torch.float8_e4m3fn).max
     q_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn

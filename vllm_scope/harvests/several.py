@@ -34,8 +34,8 @@ from vllm_scope.request.actions import Read
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: CHUNK is the most contexts in one call of `Member.give`. MOST_CALLS is the most calls of `give`
-#: to one member that have no answer yet.
+#: One call of `Member.give` has at most CHUNK contexts. At most MOST_CALLS calls of `give` to one
+#: member wait for their answers at the same time.
 CHUNK, MOST_CALLS = 32, 2
 #: The harvest ends if more than this number of engines are lost one after another, and no shard
 #: becomes visible between the losses.

@@ -542,9 +542,9 @@ class RequestProgram:
         return known
 
     def cost_of_change(self, columns: Iterable[bytes]) -> Cost:
-        """The Cost of the programs for generated tokens after a policy has changed scales of edits.
-        The programs use the same vectors as before, which are not counted again. `columns` is the
-        result of the method `columns`."""
+        """The Cost of new programs for generated tokens. The request needs these programs when a
+        policy changes the scales of edits. The new programs use the same vectors as the old ones,
+        so that vectors are not counted again. `columns` is the result of the method `columns`."""
         if self.generated_is_uniform:
             columns = self.superset_columns()
         return self.held(columns).cost.without_vectors()

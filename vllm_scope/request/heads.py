@@ -167,7 +167,7 @@ class Bank(Head):
 @dataclass(frozen=True)
 class Told(Bank):
     """Numbers that taps compute and write to the arena, as float32, one after another. The worker
-    copies the numbers without a further computation. A `Told` that is not a Scored has the values
+    delivers these numbers as the taps wrote them. A `Told` that is not a Scored has the values
     of gates and the doses of edits at one `Place`.
     """
 

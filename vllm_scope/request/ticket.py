@@ -128,8 +128,9 @@ _Content = tuple[tuple[str, ...], Packed]
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Wire).decode
 _decode_content = msgspec.msgpack.Decoder(_Content).decode
-#: The encoded contents that were sent, and the decoded contents that were received. The key is
-#: (digest of a spec, number of the spec's modules). The digest covers the names of the modules.
+#: `_sent` keeps the encoded contents of tickets that this process has sent. `_came` keeps the
+#: decoded contents of tickets that have arrived. The keys of both are pairs: the digest of a spec,
+#: and the number of the spec's modules. The digest covers the names of the modules.
 _sent: Remembered[tuple[bytes, int], bytes] = Remembered(_KEPT_BYTES)
 _came: Remembered[tuple[bytes, int], _Content] = Remembered(_KEPT_BYTES)
 #: The first byte of a content that zlib has compressed. No msgpack array begins with this byte.

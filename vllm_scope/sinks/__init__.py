@@ -241,9 +241,9 @@ class RowBatch:
         labels: the labels, with one entry per token.
         lease: the span of the batch in the worker's host ring.
         widths: number of bytes of a raw row, for each kind of site.
-        boundary: the tap's boundary if the batch has the rows of one tap, else None. In a batch of
-            one tap, all tokens have the same number of slots. The values of a token fill its slots
-            from the first slot on, in the order of the token's layout at this boundary.
+        boundary: if the batch has the rows of only one tap, this tap's boundary; otherwise None. In
+            a batch of one tap, all tokens have the same number of slots. The values of a token fill
+            its slots from the first slot on, in the order of the token's layout at this boundary.
     """
 
     labels: Labels

@@ -3,8 +3,8 @@
 Owns:  DeviceSae (the encoder of one SAE on the device), `hold_saes`, and PairMaker (the protocol of
        DeviceSae and DeviceLens).
 Runs:  in workers that have a drain. SAEs are loaded when the worker starts. The drain thread
-       computes features. On a GPU there is one exception: if a step is not deferred
-       (worker.filler), the worker's thread enqueues the computation on the drain's stream.
+       computes features. On a GPU, a step can be deferred or not (worker.filler). For a step that
+       is not deferred, the worker's thread enqueues the computation on the drain's stream.
 From:  saes.sae.   To: packer.
 
 Promise: the host never waits for the device. Products of rows and weights need about 2 * MOST_BYTES

@@ -3,8 +3,8 @@
 Owns:  DeviceBank (the weights of one bank), DeviceStack (the weights of several similar banks),
        Banks (the banks that requests hold).
 Runs:  in workers that have a drain. The worker's thread loads weights. The drain thread computes
-       the numbers of nets. On a GPU there is one exception: if a step is not deferred
-       (worker.filler), the worker's thread enqueues the computation on the drain's stream.
+       the numbers of nets. On a GPU, a step can be deferred or not (worker.filler). For a step
+       that is not deferred, the worker's thread enqueues the computation on the drain's stream.
 From:  request.nets (weights).   To: packer.
 
 Promise: one matrix product in float32 computes the first layers of all nets of a bank. The weights

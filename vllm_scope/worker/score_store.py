@@ -259,9 +259,9 @@ class ScoreStore:
         return np.concatenate([np.zeros(0, np.int64), *found])
 
     def keep(self, filled: Iterable[Filled]) -> None:
-        """Make blocks from the collected tokens of some requests. The store keeps no incomplete
-        block, but EngineCore assumes that the store has kept all blocks. Therefore `take_missing`
-        returns the key of an incomplete block."""
+        """Make blocks from the collected tokens of some requests. EngineCore assumes that the store
+        keeps all of these blocks, but the store does not keep incomplete blocks. `take_missing`
+        returns the keys of the incomplete blocks, for EngineCore."""
         #: Maps the id of a ring to those requests in the ring that have filled one block each. This
         #: is the usual case in decoding.
         decoding: dict[int, list[tuple[_Collected, Filled]]] = {}
