@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 
+from tests import warm_start
+
 _version = importlib.metadata.version
 
 
@@ -21,6 +23,7 @@ def version(name: str) -> str:
 importlib.metadata.version = version
 
 if __name__ == "__main__":
+    warm_start.begin()
     from vllm.entrypoints.cli.main import main
 
     sys.exit(main())
