@@ -58,8 +58,8 @@ class Answer:
         replies: one Reply for each face whose keys the request has. The caller sets `replies`
             before the first call of `fill` or `chunk`.
         error: the error of the first generation that failed.
-        opened: an event that is set when the engine has accepted all generations of the request,
-            when a generation has failed, or when the first chunk of a stream will be sent.
+        opened: an event. The server sets it when the engine has accepted all generations of the
+            request, when a generation has failed, or before the first chunk of a stream is sent.
         exchange: the request's Exchange. When the Exchange closes, the answer releases all rows.
     """
 
@@ -95,8 +95,8 @@ class Answer:
         #: True if only the last chunk of a choice has data, because speculative decoding can reject
         #: tokens.
         self.holds = False
-        #: True if a chunk is held back until its late data has arrived. False after some data was
-        #: lost.
+        #: True if a chunk waits for data that is late (see `late`). False after a chunk has waited
+        #: in vain. Later chunks do not wait.
         self.waits = True
 
     def add_prompt(self) -> int:

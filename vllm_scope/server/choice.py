@@ -113,7 +113,7 @@ class ChoiceScope:
             holds: True if only the last chunk has the choice's data.
         """
         result, cursor = self.completion.scope, self.cursor
-        if ended:  # the result keeps the joined columns for `cursor.rest`
+        if ended:  # join the columns here: `cursor.rest` then uses the joined columns
             await _aside(_is_large(result), result.columns)
         scores, rows = _split(cursor.rest(result) if ended else cursor.take())
         tokens: Json = {}
