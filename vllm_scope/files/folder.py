@@ -51,8 +51,8 @@ class Folder(Protocol):
 
 
 class LocalFolder:
-    """The data files of a folder and of all its subfolders. If `only` is given, only the file of
-    the folder with this name."""
+    """The data files of a folder and of all its subfolders. If `only` is given, the LocalFolder has
+    only one file: the file named `only` in the folder."""
 
     def __init__(self, root: Path, only: str | None = None) -> None:
         self._root = root

@@ -224,7 +224,7 @@ def _is_locked(folder: Path, identity: str) -> bool:
     """True if the writer of a temporary file in `folder` has a lock file.
 
     A writer makes its lock file before its temporary files. The lock file is in the writer's root.
-    The root is `folder` or any folder above it, because a root can lie below another root.
+    The root can be `folder` or a folder above it, so this function looks in all these folders.
     """
     name = f".scope-{identity}.lock"
     return any(os.path.exists(above / name) for above in (folder, *folder.parents))
