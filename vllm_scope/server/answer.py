@@ -4,7 +4,7 @@ Owns:  Answer, `current`.
 Runs:  in an API server process, on its event loop.
 From:  engine.http (the engine's outputs).   To: choice (makes a `scope`), store (files), faces.
 
-Promise: the answer to a request without `scope` has a `scope` only if a monitor gave a verdict. In
+Promise: if a request has no `scope`, its answer has a `scope` only if a monitor gave a verdict. In
 a stream, the last chunk of a choice has the fields that faces add to the choice. If the server has
 written a file for the answer, but has not sent the file's id, the server deletes the file.
 """

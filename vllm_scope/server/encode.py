@@ -167,8 +167,8 @@ def buffer_of(tensor: Tensor) -> memoryview:
 
 def _sparse_tensors(name: str, rows: SparseRows, positions: Tensor) -> dict[str, Tensor]:
     """The tensors of a column of features or of a lens. Features become a sparse matrix (COO) and
-    the positions whose features arrived. A lens becomes two dense tensors and the lens's
-    positions."""
+    the positions whose features arrived. The tokens of a lens become two dense tensors (ids and
+    log-probabilities) and the tokens' positions."""
     if rows.lens is not None:
         top = TopTokens.of_rows(rows, positions)
         return {
