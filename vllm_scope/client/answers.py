@@ -120,9 +120,10 @@ class ScopeData(OverStreams, Counts):
         error: the reason why the scope failed, if status is "failed".
         expected, delivered, dropped: the number of rows and scores that were expected, delivered or
             dropped. 0 while `status` is "streaming".
-        sinks: by the name of each sink, a mapping with `status`, `reason`, `expected`, `delivered`,
-            `dropped` and `names` (the names of the sink's files). If the request was sent with the
-            operator's key, the mapping also has `details`, with the paths of the files.
+        sinks: maps the name of each sink to the sink's fields: `status`, `reason`, `expected`,
+            `delivered`, `dropped` and `names` (the names of the sink's files). If the request was
+            sent with the operator's key, a sink also has the field `details`, with the paths of the
+            files.
         features: maps the name of a `Features` to its SparseFeatures.
         lens: the TopTokens, by the name of a `LensTopK` and then by layer.
         aggregates: maps the name of each probe that has an aggregate to the probe's aggregates.
