@@ -45,7 +45,7 @@ class Folder(Protocol):
         ...
 
     def local(self, name: str) -> Path:
-        """The path of a file on this host that has the content of this data file. Raises
+        """The path of a file on this host with the content of the data file `name`. Raises
         FileError."""
         ...
 

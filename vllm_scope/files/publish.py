@@ -187,8 +187,8 @@ def _lock(root: Path, mode: int) -> tuple[str, int]:
 
 
 def _locked(path: Path, mode: int) -> int | None:
-    """Make and lock a lock file. Returns its file descriptor, or None if another writer has removed
-    the file before it was locked."""
+    """Make and lock a lock file. Returns the file descriptor, or None if another writer has removed
+    the file before this function could lock the file."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
