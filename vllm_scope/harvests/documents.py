@@ -141,9 +141,9 @@ def find_documents(
     before an engine starts.
 
     Args:
-        dataset: a `.parquet`, `.jsonl` or `.txt` file, or a folder of such files. Also possible are
-            the name or the folder of a Hugging Face data set, a `datasets.Dataset`, or a list of
-            texts, of lists of token ids, or of rows (dicts). Each line of a `.txt` file that is not
+        dataset: a `.parquet`, `.jsonl` or `.txt` file, a folder of such files, the name or the
+            folder of a Hugging Face data set, a `datasets.Dataset`, or a list. The items of a list
+            are texts, lists of token ids, or rows (dicts). Each line of a `.txt` file that is not
             empty is a document.
         column: the column of texts or token ids, or None for the first of COLUMNS with a value.
         id_column: the column of ids, or None if ids consist of the fingerprint and the row number.
