@@ -360,7 +360,7 @@ async def sweep_async(
 
     The arguments and the errors are those of `sweep`. If the call is cancelled, the sweep's
     requests end. While the engine has other requests, the sweep sends only a few edits at a time
-    and then pauses, so that it uses the engine for about `share / 5` of the time.
+    and then pauses. The sweep thus uses the engine for about `share / 5` of the time.
     """
     from vllm_scope.engine.frontend.sweep_runs import run_async
 

@@ -88,9 +88,9 @@ class ScopeConfig(BaseModel):
             unembedding. A lens needs all parts on the first rank. The option is the device memory
             of the first rank for the other ranks' parts. If these parts need more, the engine does
             not start. With tensor parallelism and the value 0, requests cannot have a lens.
-        lens_rows: the largest number of rows to which the lenses of one request are applied: the
-            number of layers times the number of selected tokens. Tokens that the request can still
-            generate also count. If `lens_rows` is 0, requests cannot have a lens.
+        lens_rows: the largest number of rows to which the lenses of one request are applied. A
+            lens is applied to a row for each of its layers and each selected token. Tokens that the
+            request can still generate also count. If `lens_rows` is 0, requests cannot have a lens.
         lens_rows_running: the same limit for all running requests together. A request that would
             exceed this limit waits. If no other request runs, the request does not wait.
         moments_mib: device memory of each worker for the sums of Moments. If a request's sums do

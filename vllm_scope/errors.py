@@ -128,8 +128,8 @@ class CompatError(ScopeError):
 
 
 class FileError(ScopeError):
-    """A file is damaged, is not a file of this package, or cannot be read or written. This error
-    also means that the content of files does not fit the arguments of a call."""
+    """A file is damaged, is not a file of this package, or cannot be read or written. A call also
+    raises this error if the content of its files does not fit its arguments."""
 
 
 @contextmanager

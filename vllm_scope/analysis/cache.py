@@ -141,7 +141,7 @@ class ActivationCache(Mapping[str, Tensor]):
 
         Raises:
             KeyError: the site was not read at one of the layers.
-            SpecError: no layer is before `layer`, or the number of layers is needed, but
+            SpecError: no layer is before `layer`, or the number of layers is needed and
                 `num_layers` is None.
         """
         layers = range(self._up_to(layer))
@@ -225,8 +225,8 @@ class ActivationCache(Mapping[str, Tensor]):
 
         Raises:
             KeyError: the results do not have one of the components.
-            SpecError: the number of layers is needed, but `num_layers` is None, or `mode` is
-                unknown, or there are no components.
+            SpecError: `mode` is unknown, there are no components, or the number of layers is needed
+                and `num_layers` is None.
         """
         sites = {"all": ("attn_out", "mlp_out"), "attn": ("attn_out",), "mlp": ("mlp_out",)}
         checked_word(mode, sites, "mode")

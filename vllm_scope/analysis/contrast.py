@@ -63,12 +63,11 @@ def principal_difference(
     normalise: bool = True,
     provenance: Provenance | None = None,
 ) -> SteeringModule:
-    """The first principal component of pairs of rows around the pairs' midpoints, at each stream.
+    """The direction in which a pair's rows differ most, at each stream (repeng's "pca_center").
 
     Row i of the positives and row i of the negatives are a pair. The function subtracts each pair's
-    midpoint from both rows. The direction of the largest variance is then the direction in which
-    the rows of a pair differ most (repeng's "pca_center"). The vector points to the side on which
-    the positives have the larger mean projection.
+    midpoint from both rows, and computes the first principal component of all these rows. The
+    vector points to the side on which the positives have the larger mean projection.
 
     Arguments and errors are those of `mean_difference`. In addition, there must be as many
     positives as negatives.

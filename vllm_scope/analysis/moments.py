@@ -330,7 +330,7 @@ def whitening(sums: Sums, floor: float = 1e-6) -> Whitening:
     if not 0 < floor <= 1:
         raise SpecError(f"floor is {floor!r}; it must be a number above 0, at most 1.")
     scatter = _scatter(sums)
-    # If all rows are the same, the exact scatter is 0, and the computed scatter is rounding errors.
+    # If all rows are the same, the exact scatter is 0. The computed scatter has rounding errors.
     if np.trace(scatter) <= 1e-12 * (sums.x @ sums.mean):
         raise SpecError("the rows are all the same; they cannot be whitened.")
     values, vectors = np.linalg.eigh(scatter / sums.count)
@@ -358,7 +358,7 @@ def _solve(matrix: Floats, vector: Floats, rank: int) -> Floats:
     """
     factor, failed = torch.linalg.cholesky_ex(torch.from_numpy(matrix))
     pivots = factor.diagonal() ** 2
-    # A pivot below `least` can be only a rounding error of the largest pivot.
+    # Rounding errors alone can make a pivot as large as `least`. The exact pivot can then be 0.
     least = len(matrix) * np.finfo(np.float64).eps * pivots.max()
     if rank >= len(matrix) and not failed and pivots.min() > least:
         found = torch.cholesky_solve(torch.from_numpy(vector)[:, None], factor)

@@ -188,8 +188,8 @@ class LinearProbe:
         scaler = StandardScaler()
         scores = scaler.fit_transform(scores)
         # With the targets 0 and 1, perfectly separated rows would make the slope infinite. Platt's
-        # targets are a little above 0 and a little below 1. Each row occurs two times, first with
-        # the label True and the weight `target`, then with the label False and 1 - target.
+        # targets are a little above 0 and a little below 1. Each row occurs two times: with the
+        # label True and the weight `target`, and with the label False and the weight 1 - target.
         hits, misses = truth.sum(), (~truth).sum()
         target = np.where(truth, (hits + 1) / (hits + 2), 1 / (misses + 2))
         fitted = LogisticRegression(C=np.inf).fit(

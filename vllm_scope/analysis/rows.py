@@ -42,13 +42,13 @@ class Result(Protocol):
 
 
 def streams_of(result: Result) -> list[SiteLayer]:
-    """The streams of a result, without the features of a request of a file. The rows of features in
-    a file are packed indices and values, and no rows of the model."""
+    """The streams of a result that have rows of the model. In a file, features are stored as rows
+    too. These rows have indices and values of features, and their streams are left out."""
     return [stream for stream in result.keys() if stream[0] in SITES]
 
 
 def check_complete(result: Result, where: str) -> None:
-    """Raise SpecError if a result has a status that says that rows are missing."""
+    """Raise SpecError if the result's status says that rows are missing."""
     status = getattr(result, "status", "complete")
     if status not in ("complete", "ok"):
         raise SpecError(

@@ -283,8 +283,8 @@ def _table(report: ModelReport) -> Table:
 
 
 def _bare(site: str, reason: str) -> str:
-    """A reason, without the words before it about the engine's option `sites`, and without the
-    advice after it."""
+    """The text `reason`, without the words about the option `sites` at its beginning, and without
+    the advice at its end."""
     prefix = rf"additional_config\['scope'\]\.sites has '{site}', "
     prefix += "(which cannot be tapped on this model: |and )?"
     return re.sub(r"\. (Leave|Start|Set) .*$", "", re.sub(prefix, "", reason)).rstrip(".")

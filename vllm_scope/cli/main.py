@@ -68,9 +68,10 @@ def doctor(
     command tries each site, also sites that are tapped only if they are
     configured.
 
-    The exit status is 0 if an engine with these sites can read the model, 1 if
-    the engine cannot read the model, and 2 if there is no answer (an unknown
-    model, wrong options, or no memory) or an SAE or a lens cannot be used.
+    The exit status is 0 if an engine with these sites can read the model, and 1
+    if the engine cannot read the model. The exit status is 2 if there is no
+    answer (an unknown model, wrong options, or no memory), or if an SAE or a
+    lens cannot be used.
     """
     gc.disable()  # saves 1.5 s of 10 s; imported objects stay in memory anyway
     from vllm_scope.cli.doctor import examine

@@ -120,9 +120,10 @@ class ScopeData(OverStreams, Counts):
         error: the reason why the scope failed, if status is "failed".
         expected, delivered, dropped: the number of rows and scores that were expected, delivered or
             dropped. 0 while `status` is "streaming".
-        sinks: by the name of each sink, a mapping with `status`, `reason`, `expected`, `delivered`,
-            `dropped` and `names` (the names of the sink's files). If the request was sent with the
-            operator's key, the mapping also has `details`, with the paths of the files.
+        sinks: maps the name of each sink to the sink's fields: `status`, `reason`, `expected`,
+            `delivered`, `dropped` and `names` (the names of the sink's files). If the request was
+            sent with the operator's key, a sink also has the field `details`, with the paths of the
+            files.
         features: maps the name of a `Features` to its SparseFeatures.
         lens: the TopTokens, by the name of a `LensTopK` and then by layer.
         aggregates: maps the name of each probe that has an aggregate to the probe's aggregates.
@@ -213,8 +214,8 @@ class Choice(_Generated):
     """One completion.
 
     Attributes:
-        scope: None if the request had no actions and no monitor of the operator has a verdict. If
-            the request had no actions and a monitor has a verdict, only this verdict.
+        scope: the rows and scores. If the request had no actions, `scope` has only the verdicts of
+            the operator's monitors, or is None if no monitor has a verdict.
         tokens: the generated tokens with their texts and scores. `tokens` is empty if the request
             has no probes, or if the scores are too many for the answer.
         stop_reason: if finish_reason is "stop", the stop string, the stop token's id, or a sentence
@@ -228,7 +229,7 @@ class Chunk(_Generated):
 
     Attributes:
         scope: the new scores. With `scope_stream="rows"`, `scope` also has the new rows. Otherwise
-            only the last chunk has rows, which are all rows of the choice.
+            only the last chunk has rows: all rows of the choice.
         tokens: the tokens whose scores have arrived. Each token is in one chunk only. The text of
             most of these tokens is in the chunk before this chunk. `tokens` is empty if the request
             has no probes.

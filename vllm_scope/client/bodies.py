@@ -18,7 +18,7 @@ from vllm_scope.request.read_features import ReadFeatures
 
 #: A number that fits in int64.
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-#: A number from 0 that fits in int64.
+#: A number that is not negative and fits in int64.
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Span = tuple[Natural, Natural]
 

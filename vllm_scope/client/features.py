@@ -33,7 +33,7 @@ class SparseFeatures:
             not a TopK SAE.
         asked: the features that the read named (`indices`), or None if the read has `top_k`.
 
-    `num_features` and `asked` are both None if the server has an earlier version.
+    `num_features` and `asked` are both None if an earlier version of vllm-scope runs on the server.
     """
 
     positions: NDArray[np.int64]

@@ -294,7 +294,8 @@ def _coo(
 
 
 def _beside(arrays: Mapping[str, NDArray[np.generic]], name: str, part: str) -> NDArray[np.generic]:
-    """The tensor `part` that belongs to the tensor `name`."""
+    """The tensor "{name}.{part}", which belongs to the tensor `name`. Raises ScopeError if the
+    server did not send this tensor."""
     found = arrays.get(f"{name}.{part}")
     if found is None:
         raise ScopeError(f"the server sent the tensor {shown(name)} without its {part}.")

@@ -87,9 +87,10 @@ def _translate(face: str, values: Mapping[str, object], sites: Sites) -> Transla
 
 
 def _captures_all(vllm_config: VllmConfig) -> Mapping[str, object] | None:
-    """The values that each request gets for the face act_capture, which needs no values.
+    """The values with which each request uses the face act_capture.
 
-    {} if VLLM_ACT_CAPTURE or the worker class turns capture on. Otherwise None: no capture.
+    The face has no keys. The result is {} if VLLM_ACT_CAPTURE or the worker class turns capture on.
+    Otherwise the result is None, and requests do not use the face.
     """
     on = os.environ.get("VLLM_ACT_CAPTURE", "0").lower() in ("1", "true", "on", "yes")
     on = on or str(vllm_config.parallel_config.worker_cls).endswith(".WorkerCapture")
@@ -97,9 +98,10 @@ def _captures_all(vllm_config: VllmConfig) -> Mapping[str, object] | None:
 
 
 def _hooks_all(vllm_config: VllmConfig) -> Mapping[str, object] | None:
-    """The values that each request gets for the face vllm_lens.
+    """The values with which each request uses the face vllm_lens.
 
-    Maps PERSISTENT to the hooks that `llm.register_hooks` received. None if there are no hooks.
+    The result maps PERSISTENT to the hooks that `llm.register_hooks` received. The result is None
+    if there are no such hooks.
     """
     found = vllm_config.__dict__.get(PERSISTENT)
     return {PERSISTENT: found} if found else None

@@ -175,9 +175,9 @@ def run(
 
             engine = OfflineEngine(model, options, reads)
         finally:
-            # Set the event before an error is sent, because the trainer closes its feed after the
-            # error. If the event is not set then, `_watch` interrupts this process, which is
-            # already ending.
+            # Set the event before an error is sent. After the error, the trainer closes its feed.
+            # If the event were not set by then, `_watch` would interrupt this process, although
+            # this process already ends.
             started.set()
         with closing(engine):
             feed(documents, reads, engine, settings, channel, memory)

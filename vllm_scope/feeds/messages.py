@@ -88,10 +88,10 @@ class Channel:
     """One end of a pair of sockets.
 
     Args:
-        parent: if the process at the other end is the parent of this process, the process id of the
-            parent. Else None. With this id, the channel notices that the parent has ended. Without
-            the id, the channel would not notice the parent's end while another child process of the
-            parent keeps the other end of the channel open.
+        parent: the process id of this process's parent, if the parent has the other end. Else None.
+            With this id, the channel notices that the parent has ended. Without the id, the channel
+            would not notice the parent's end while another child process of the parent keeps the
+            other end of the channel open.
     """
 
     def __init__(self, end: socket.socket, parent: int | None = None) -> None:

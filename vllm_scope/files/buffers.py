@@ -96,11 +96,11 @@ def _size_class(num_bytes: int) -> int:
 
 
 def copy_rows(into: Tensor, rows: Tensor) -> None:
-    """Copy rows [n, hidden_size]. If the numbers of each row lie side by side in host memory, this
-    thread alone copies the rows.
+    """Copy rows [n, hidden_size]. If the numbers of each row lie side by side in host memory, numpy
+    copies the rows on this thread, without the GIL.
 
     torch would copy with a pool of threads. If the engine uses the cores, the threads of the pool
-    wait for each other. numpy releases the GIL during the copy.
+    wait for each other.
     """
     if rows.device.type == "cpu" and rows.stride(-1) == 1:
         np.copyto(into.view(torch.uint8).numpy(), rows.detach().view(torch.uint8).numpy())

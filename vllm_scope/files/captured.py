@@ -40,8 +40,8 @@ class Piece:
 
     Attributes:
         name: the name of the file, relative to the opened folder.
-        prefix: the text with which the names of the request's tensors in the file begin, such as
-            "3/". "" if the layout is not `packed`.
+        prefix: the beginning of the names of the request's tensors in the file, such as "3/". If
+            the layout is not `packed`, the prefix is "".
     """
 
     name: str

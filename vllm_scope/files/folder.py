@@ -45,14 +45,14 @@ class Folder(Protocol):
         ...
 
     def local(self, name: str) -> Path:
-        """The path of a file on this host that has the content of this data file. Raises
+        """The path of a file on this host with the content of the data file `name`. Raises
         FileError."""
         ...
 
 
 class LocalFolder:
-    """The data files of a folder and of all its subfolders. If `only` is given, only the file of
-    the folder with this name."""
+    """The data files of a folder and of all its subfolders. If `only` is given, the LocalFolder has
+    only one file: the file named `only` in the folder."""
 
     def __init__(self, root: Path, only: str | None = None) -> None:
         self._root = root

@@ -168,9 +168,9 @@ class _Pool:
             only for spans without a codec.
 
     Attributes:
-        memory: a view of the memory from the row with the lowest address to the end of the row with
-            the highest address, uint8 [num_starts, bytes of a row]. Entry i has the bytes of one
-            row from byte i on. Therefore entries overlap. Only the entries in `starts` are read.
+        memory: a view of all memory between the lowest and the highest address of the rows, uint8
+            [num_starts, bytes of a row]. Entry i begins at byte i of this memory, and is as long as
+            a row. Therefore entries overlap. Only the entries in `starts` are rows.
         starts: the index of each row's first byte in `memory`, int64 [rows].
         kept: the tensors that own the bytes of `memory`. The pool keeps these tensors alive.
     """

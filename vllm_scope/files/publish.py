@@ -187,8 +187,8 @@ def _lock(root: Path, mode: int) -> tuple[str, int]:
 
 
 def _locked(path: Path, mode: int) -> int | None:
-    """Make and lock a lock file. Returns its file descriptor, or None if another writer has removed
-    the file before it was locked."""
+    """Make and lock a lock file. Returns the file descriptor, or None if another writer has removed
+    the file before this function could lock the file."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -224,7 +224,7 @@ def _is_locked(folder: Path, identity: str) -> bool:
     """True if the writer of a temporary file in `folder` has a lock file.
 
     A writer makes its lock file before its temporary files. The lock file is in the writer's root.
-    The root is `folder` or any folder above it, because a root can lie below another root.
+    The root can be `folder` or a folder above it, so this function looks in all these folders.
     """
     name = f".scope-{identity}.lock"
     return any(os.path.exists(above / name) for above in (folder, *folder.parents))

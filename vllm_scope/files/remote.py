@@ -4,8 +4,8 @@ Owns:  RemotePublisher, RemoteStaged, RemoteFolder, `read_remote`.
 
 A publisher writes each file to a local temporary folder, uploads the file under a temporary name,
 and then moves the file to its name. When rows of a file are used for the first time, a reader
-downloads the file to a temporary folder. The temporary folder exists as long as the reader. The
-reader maps the downloaded files into memory like other local files.
+downloads the file to a temporary folder. The temporary folder is removed together with the reader.
+The reader maps the downloaded files into memory like other local files.
 """
 
 from __future__ import annotations

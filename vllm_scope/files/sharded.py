@@ -115,8 +115,8 @@ class _Shard:
         self._streams: dict[str, _Rows] = {}
 
     def fits(self, request: FinishedRequest) -> bool:
-        """True if the rows of the request can join the rows of the shard. Each stream that is in
-        both must have the same width, dtype and codec in both."""
+        """True if the rows of the request can join the rows of the shard. For each stream that
+        request and shard share, the width, the dtype and the codec must be the same."""
         known = self._streams
         return all(
             name not in known or known[name].codec == stream.codec

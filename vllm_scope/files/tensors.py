@@ -227,7 +227,8 @@ def _check(name: str, tensor: HeaderTensor, data_bytes: int, where: str) -> None
         )
     if min(shape, default=0) < 0 or not 0 <= start <= stop <= data_bytes:
         raise FileError(f"{where}: {shown(name)} does not lie within the file")
-    # To compute the strides, torch multiplies the lengths of the axes, also if the tensor is empty.
+    # To compute strides, torch multiplies the lengths of the axes, also if the tensor is empty.
+    # Therefore `numbers` is limited too, and counts an axis of length 0 as length 1.
     numbers = math.prod(max(length, 1) for length in shape)
     num_bytes = 0 if 0 in shape else numbers * dtype.itemsize
     if num_bytes != stop - start or numbers > _MAX_NUMBERS:

@@ -30,8 +30,8 @@ from vllm_scope.request.bounded_json import is_unicode
 #: If the caller names no column, a document is in the first of these columns that has a value.
 COLUMNS = ("text", "input_ids", "token_ids", "tokens")
 SUFFIXES = (".parquet", ".jsonl", ".txt")
-#: The number of bytes of a Parquet file that are hashed in one call, and the number of its rows
-#: that are read at a time.
+#: For a Parquet file: the number of bytes that are hashed in one call, and the number of rows that
+#: are read at a time.
 _CHUNK, _BATCH = 1 << 20, 256
 #: The inode, size and modification time of a file.
 _Stamp = tuple[int, int, int]
@@ -141,9 +141,9 @@ def find_documents(
     before an engine starts.
 
     Args:
-        dataset: a `.parquet`, `.jsonl` or `.txt` file, or a folder of such files. Also possible are
-            the name or the folder of a Hugging Face data set, a `datasets.Dataset`, or a list of
-            texts, of lists of token ids, or of rows (dicts). Each line of a `.txt` file that is not
+        dataset: a `.parquet`, `.jsonl` or `.txt` file, a folder of such files, the name or the
+            folder of a Hugging Face data set, a `datasets.Dataset`, or a list. The items of a list
+            are texts, lists of token ids, or rows (dicts). Each line of a `.txt` file that is not
             empty is a document.
         column: the column of texts or token ids, or None for the first of COLUMNS with a value.
         id_column: the column of ids, or None if ids consist of the fingerprint and the row number.
@@ -255,9 +255,9 @@ def _stamp(file: Path) -> _Stamp:
 def _same_rows(
     file: Path, stamp: _Stamp, wanted: Collection[str | None]
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a file. Raises FileError if the file's stamp differs before the first row
-    is read, or after the last row. The fingerprint does not belong to the rows of a changed
-    file."""
+    """Yield the rows of a file. Raises FileError if the file's stamp is not `stamp` before the
+    first row is read or after the last row. Such a file has changed since its fingerprint was
+    computed."""
     for rows in (_rows(file, wanted), ()):
         if _stamp(file) != stamp:
             raise FileError(

@@ -65,8 +65,8 @@ class Store(Protocol):
     """Computes contexts and writes their rows to shards.
 
     Attributes:
-        found: maps the name of each file that the store has made visible to the file's SHA-256 and
-            size.
+        found: the files that the store has made visible. Maps the name of each file to (SHA-256,
+            size).
         versions: maps packages to their versions in the processes of the engines.
     """
 

@@ -125,8 +125,8 @@ class Job:
 
         Args:
             model: the engine, or the name of its model. If only the name is given, the engine's
-                settings are not known. The result is then None, unless an earlier run started its
-                engine with the same options.
+                settings are not known. In this case, the result is None if no earlier run started
+                its engine with the same options.
 
         Raises:
             ConfigError, FileError, SpecError: the errors of `earlier` and `settings_with`.

@@ -53,9 +53,9 @@ class HarvestManifest(msgspec.Struct, frozen=True):
         dataset: the name or path of the data set.
         documents: the number of documents in the data set.
         complete: True if each document that has tokens is in the shards, or was skipped.
-        totals: for each number that Shard has, the sum over all shards. The sum of `num_bytes` has
-            the name `bytes`. A complete harvest also has `empty`, the number of documents without
-            tokens, and `skipped`, the number of skipped texts and contexts.
+        totals: for each number in a Shard, the sum over all shards. The sum of `num_bytes` has the
+            name `bytes`. The totals of a complete harvest also have `empty` (the number of
+            documents without tokens) and `skipped` (the number of skipped texts and contexts).
         skipped: for a complete harvest, maps the names of the first 20 skipped texts and contexts
             to the reasons.
         streams: maps `site.layer` to the figures of this stream (`Statistics.to_json`).
@@ -113,10 +113,10 @@ def check_same(manifest: HarvestManifest, settings: Mapping[str, Any], root: str
             )
 
 
-#: Maps the real path of each folder that this process has locked to the holder of the lock. The
-#: kernel's lock alone does not suffice, because it belongs to the whole process: the kernel also
-#: gives the lock to a second thread of this process. The kernel also releases the lock when this
-#: process closes any descriptor of the file.
+#: The folders that this process has locked. Maps the real path of each folder to the lock's holder.
+#: The kernel's lock alone does not suffice, because it belongs to the whole process. The kernel
+#: would give the lock to a second thread of this process too. The kernel also releases the lock
+#: when this process closes any descriptor of the file.
 _held: dict[str, object] = {}
 
 

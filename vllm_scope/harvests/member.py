@@ -69,7 +69,8 @@ class News:
 
     Attributes:
         computed: the keys of the contexts that the engine computed.
-        files: maps the names of complete files in the member's folder to SHA-256 and size.
+        files: the complete files in the member's folder. Maps the name of each file to (SHA-256,
+            size).
     """
 
     computed: list[bytes]

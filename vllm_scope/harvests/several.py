@@ -126,8 +126,8 @@ class SeveralEngines:
             raise
 
     def _begin(self, seat: _Seat, facts: Facts) -> None:
-        """Store the Facts of a started engine. Raises ConfigError if its settings differ from the
-        settings of the first engine."""
+        """Store the Facts of a started engine. Raises ConfigError if the engine's settings differ
+        from the settings of the first engine."""
         seat.calls.clear()
         first = self._facts = self._facts or facts
         for name, value in first.settings.items():

@@ -174,8 +174,8 @@ class Shards:
 
 
 def take_left(files: FileOptions) -> None:
-    """Make the shards visible that the engines of a killed harvest finished in hidden folders. Then
-    remove the hidden folders.
+    """Make visible all shards that the engines of a killed harvest had finished in hidden folders.
+    Then remove the hidden folders.
 
     The caller holds the folder's lock.
 

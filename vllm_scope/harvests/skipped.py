@@ -57,8 +57,8 @@ class Skipped:
                 yield context
 
     def error(self, source: str) -> SpecError:
-        """The error to raise if all documents of `source` were skipped. The error has the name and
-        the reason of the first one."""
+        """The error to raise if all documents of `source` were skipped. The error has the name of
+        the first skipped text or context, and the reason."""
         name, why = next(iter(self.reasons.items()))
         return SpecError(f"no document of {source} can be read; {name}: {why}")
 

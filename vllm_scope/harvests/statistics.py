@@ -42,10 +42,11 @@ class Statistics:
     """Counts and sums over the rows of one stream.
 
     Attributes:
-        counts: float64 [7]. A row is broken if it has NaN or infinity, or if float32 cannot store
-            its squared norm. The numbers are: the number of rows that are not broken, of broken
-            rows, and of rows with an outlier; the sum of the norms and of the squared norms; the
-            smallest and the largest norm. Only the second number includes broken rows.
+        counts: float64 [7]. The first three numbers count the rows that are not broken, the broken
+            rows, and the rows with an outlier. The next two are the sum of the norms, and the sum
+            of the squared norms. The last two are the smallest and the largest norm. A row is
+            broken if it has NaN or infinity, or if float32 cannot store its squared norm. Only the
+            second number includes broken rows.
         values: the sum, the sum of squares and the number of outliers of each dimension, as float64
             [3, hidden_size].
     """

@@ -35,8 +35,8 @@ from vllm_scope.sweeps.table import SweepTable
 from vllm_scope.sweeps.wire import AskedSweep
 
 T = TypeVar("T")
-#: The largest count of numbers in all lists of a body. A 70B model has 80 layers and rows of 8,192
-#: numbers. One vector for each of these layers is less than the limit.
+#: The largest count of numbers in all lists of a body together. A 70B model has 80 layers and rows
+#: of 8,192 numbers. A body with one vector for each of these layers is below the limit.
 MOST_NUMBERS = 1 << 20
 #: The largest number of characters in the message of a refusal.
 MOST_MESSAGE = 2000
@@ -233,8 +233,8 @@ def admin(request: Request, key: AdminKey = None) -> None:
 
 
 def admin_or_bearer(request: Request, key: AdminKeyOrBearer = None) -> None:
-    """Like `admin`, but the request can also send the operator's key as the bearer token. If the
-    server has API keys, vLLM accepts only an API key as the bearer token."""
+    """Like `admin`, but the operator's key can also be the request's bearer token. On a server with
+    API keys, vLLM first refuses a bearer token that is not an API key."""
     scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
     operators = scheme.lower() == "bearer" and state_of(request).settings.is_operators(bearer)
     if key is not None or not operators:

@@ -4,7 +4,7 @@ Owns:  Answer, `current`.
 Runs:  in an API server process, on its event loop.
 From:  engine.http (the engine's outputs).   To: choice (makes a `scope`), store (files), faces.
 
-Promise: the answer to a request without `scope` has a `scope` only if a monitor gave a verdict. In
+Promise: if a request has no `scope`, its answer has a `scope` only if a monitor gave a verdict. In
 a stream, the last chunk of a choice has the fields that faces add to the choice. If the server has
 written a file for the answer, but has not sent the file's id, the server deletes the file.
 """
@@ -58,8 +58,8 @@ class Answer:
         replies: one Reply for each face whose keys the request has. The caller sets `replies`
             before the first call of `fill` or `chunk`.
         error: the error of the first generation that failed.
-        opened: an event that is set when the engine has accepted all generations of the request,
-            when a generation has failed, or when the first chunk of a stream will be sent.
+        opened: an event. The server sets it when the engine has accepted all generations of the
+            request, when a generation has failed, or before the first chunk of a stream is sent.
         exchange: the request's Exchange. When the Exchange closes, the answer releases all rows.
     """
 
@@ -95,8 +95,8 @@ class Answer:
         #: True if only the last chunk of a choice has data, because speculative decoding can reject
         #: tokens.
         self.holds = False
-        #: True if a chunk is held back until its late data has arrived. False after some data was
-        #: lost.
+        #: True if a chunk waits for data that is late (see `late`). False after a chunk has waited
+        #: in vain. Later chunks do not wait.
         self.waits = True
 
     def add_prompt(self) -> int:

@@ -113,7 +113,7 @@ class ChoiceScope:
             holds: True if only the last chunk has the choice's data.
         """
         result, cursor = self.completion.scope, self.cursor
-        if ended:  # the result keeps the joined columns for `cursor.rest`
+        if ended:  # join the columns here: `cursor.rest` then uses the joined columns
             await _aside(_is_large(result), result.columns)
         scores, rows = _split(cursor.rest(result) if ended else cursor.take())
         tokens: Json = {}
@@ -126,7 +126,7 @@ class ChoiceScope:
             told |= {"rows": await self._with_values(rows)}
             return told | tokens | encode.verdicts(cursor.verdicts(), cursor.begun())
         # If an earlier chunk has left out values of a column, this chunk has no values of the
-        # column: the file has all of them.
+        # column, because the file has all values of the column.
         everything, here = encode.for_callers(result.columns()), [*scores, *rows]
         late, wide = await _aside(bool(self._held_back), lambda: self._late(everything, here))
         scores, rows = _split(c for c in here if c.label not in self._held_back)
@@ -222,8 +222,8 @@ class ChoiceScope:
 
     async def _with_values(self, rows: list[Column]) -> list[Json]:
         """The items of the field `rows`, with the values of the rows. If THREAD_BYTES bytes or more
-        must be encoded as base64 or decoded, a thread does this, so that the event loop can go
-        on."""
+        must be encoded as base64 or decoded, a thread makes the items. The event loop then does not
+        wait."""
         works = not self._binary or any(isinstance(c.source, EncodedRows) for c in rows)
         large = works and sum(column.nbytes for column in rows) >= THREAD_BYTES
         return await _aside(large, lambda: encode.rows(rows, self._values))

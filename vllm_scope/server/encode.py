@@ -80,9 +80,9 @@ def wide_spans(late: Sequence[Column], whole: Iterable[Column]) -> dict[Label, S
     """Spans for columns whose values are in a file, if their exact spans would be more than
     MAX_LATE_SPANS. Otherwise empty.
 
-    The file has all values of a column. Of the positions that have a value in the file, the wide
-    spans contain exactly the positions of `late`. A wide span can also contain positions without a
-    value.
+    The file has all values of a column, at some positions. A wide span can also contain positions
+    at which the file has no value. For example, the file has values at 0, 2, 4 and 7, and `late`
+    has 0, 2 and 4. The exact spans are [[0, 1], [2, 3], [4, 5]], and the only wide span is [0, 5].
 
     Args:
         late: columns with the positions that a chunk or an answer names.
@@ -100,8 +100,8 @@ def wide_spans(late: Sequence[Column], whole: Iterable[Column]) -> dict[Label, S
 
 
 def _wide(positions: np.ndarray, every: np.ndarray) -> Spans:
-    """Half-open spans. Of the ascending positions `every`, the spans contain exactly
-    `positions`."""
+    """Half-open spans that contain all `positions`, and no other position of `every`. Both arrays
+    are ascending."""
     places = spans(np.searchsorted(every, positions))
     return [[int(every[first]), int(every[last - 1]) + 1] for first, last in places]
 
@@ -167,8 +167,8 @@ def buffer_of(tensor: Tensor) -> memoryview:
 
 def _sparse_tensors(name: str, rows: SparseRows, positions: Tensor) -> dict[str, Tensor]:
     """The tensors of a column of features or of a lens. Features become a sparse matrix (COO) and
-    the positions whose features arrived. A lens becomes two dense tensors and the lens's
-    positions."""
+    the positions whose features arrived. The tokens of a lens become two dense tensors (ids and
+    log-probabilities) and the tokens' positions."""
     if rows.lens is not None:
         top = TopTokens.of_rows(rows, positions)
         return {

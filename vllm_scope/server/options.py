@@ -85,9 +85,9 @@ def _check_answerable(spec: Spec) -> None:
     """Raises SpecError for a spec that cannot be answered over HTTP.
 
     A read that sends rows with the codec rp8 to the answer is refused. To decode these rows, the
-    server would need an inverse of the codec's whole projection, which takes seconds. Names that
-    are reserved for an operator's monitors are refused. Names that end in one of `encode.ENDINGS`
-    are refused, because other tensors in a file have these endings.
+    server would have to invert the codec's whole projection. This computation takes seconds. Names
+    that are reserved for an operator's monitors are refused. Names that end in one of
+    `encode.ENDINGS` are refused, because other tensors in a file have these endings.
     """
     names = [(f"probes[{i}].name", probe.name) for i, probe in enumerate(spec.probes)]
     names += [(f"features[{i}].name", one.name) for i, one in enumerate(spec.features)]

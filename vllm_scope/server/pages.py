@@ -42,9 +42,10 @@ async def get_page() -> Response:
 
 @data.get("/activity", summary="What monitors have found")
 async def get_activity(request: Request) -> Activity:
-    """The data of each monitor since the monitor was set: counts, a histogram of the requests'
-    largest values, counts for each five seconds of the last ten minutes, the last verdicts, and the
-    outcomes of its webhook. The answer also has the plugin's use of memory, files and rings."""
+    """The findings of each monitor since the monitor was set. The findings are counts, a histogram
+    of the requests' largest values, counts for each five seconds of the last ten minutes, the last
+    verdicts, and the outcomes of the calls of the monitor's webhook. The answer also has the
+    plugin's use of memory, files and rings."""
     state = state_of(request)
     found = await asked(engine_of(request).activity(state.settings))
     of_files = replace(

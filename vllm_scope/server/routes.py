@@ -55,7 +55,7 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
 
     Raises:
         ConfigError: a setting in the environment is wrong; the server does not start.
-        PermissionError: the store's folder belongs to other users, or they can use it.
+        PermissionError: the store's folder belongs to other users, or other users can use it.
     """
     settings = ServerSettings.from_environment()
     run = os.environ.get(RUN) or secrets.token_hex(16)

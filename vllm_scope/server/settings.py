@@ -39,13 +39,13 @@ class ServerSettings:
             variable VLLM_SCOPE_INLINE_KIB. If VLLM_SCOPE_INLINE_KIB is not set, the limit is 8 MiB.
         rows_bytes: limit of the bytes of rows and scores of running requests in one API server
             process (VLLM_SCOPE_ROWS_MIB). If `rows_bytes` is None, the API server processes share a
-            quarter of the memory. The requests of one API key can take at most three times the
-            bytes that are still free. If the rows of a request's prompt do not fit, the request is
-            refused. If the rows of a request's generated tokens do not fit, the request loses its
-            rows.
+            quarter of the machine's memory. The requests of one API key can take at most three
+            times the bytes that are then still free: without other keys, three quarters of the
+            limit. If the rows of a request's prompt do not fit, the request is refused. If the rows
+            of a request's generated tokens do not fit, the request loses its rows.
         results_bytes: limit of the bytes of the files of one API server process
             (VLLM_SCOPE_RESULTS_MIB). The files of one API key can take at most three times the
-            bytes that are still free. If the file of a request's prompt rows does not fit, the
+            bytes that are then still free. If the file of a request's prompt rows does not fit, the
             request is refused. If the file of its generated tokens does not fit, the rows are lost.
         results_ttl_s: the number of seconds for which a file is kept (VLLM_SCOPE_RESULTS_TTL_S).
         results_dir: the folder in which the folder of files is created (VLLM_SCOPE_RESULTS_DIR).

@@ -32,7 +32,7 @@ class Shared:
     def __init__(self, folder: Callable[[], Path]) -> None:
         self.folder = folder
         self._path = folder() / "monitors"
-        #: The time at which the text that `news` returned last was set, in nanoseconds.
+        #: When the text that `news` last returned was set (the file's time), in nanoseconds.
         self._seen = 0
 
     def set(self, text: bytes) -> None:

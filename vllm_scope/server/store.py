@@ -216,8 +216,8 @@ class Store:
     def sweep(self) -> None:
         """Delete the files whose time to live is over. The call blocks.
 
-        If a file cannot be deleted, its bytes count again, and a later call tries again after
-        another time to live.
+        If a file cannot be deleted, its bytes count again, and the file gets another time to live.
+        After this time, a later call tries to delete the file again.
         """
         left: dict[str, _File] = {}
         while gone := self._ended():

@@ -60,7 +60,7 @@ class ScoredTokens:
         ]  # fmt: skip
         told = range(self._num_told, self._num_told + stop - start)
         self._num_told = told.stop
-        # The scores are counted before a Python object is made of each.
+        # Count the scores before a Python object is made of each score.
         waiting = sum(len(some) for at, some in self._scores.items() if at < stop)
         ends = (column.positions.searchsorted([start, stop]) for column in probes)
         num_scores = waiting + sum(int(last - first) for first, last in ends)

@@ -217,7 +217,7 @@ class Paths:
         A cell always sets the receivers at the changed positions. In two cases, rows at later
         positions can differ from the prompt's own rows, and the cell also sets all later positions.
         In the first case, a receiver is after its layer's attention (`z`, `attn_out`). In the
-        second case, the receivers follow different places of the stream.
+        second case, receivers have different entries (`_entry`), for example in different layers.
         """
         alone = len({self._entries[place] for place in reached}) == 1
         if alone and not any(place.site in _SEES_EARLIER for place in reached):

@@ -143,7 +143,7 @@ def bars(
 
     Args:
         said: the meaning of the histogram, for a screen reader.
-        mark: a line in front of a bar, as the index of the bar and the meaning of the line.
+        mark: a line in front of one bar: (index of the bar, meaning of the line). None: no line.
     """
     shown = {"at": mark[0], "said": line(mark[1])} if mark is not None else None
     return {

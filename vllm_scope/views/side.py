@@ -31,7 +31,7 @@ def side_by_side(
 
     Args:
         plain, other: each a strip, or a list of the texts of an answer's tokens. A list of texts
-            has no scores and no threshold. Both arguments must have the same threshold, or none.
+            has no scores, and its threshold is None. Both arguments must have the same threshold.
         names: the names of the two answers.
 
     Raises:

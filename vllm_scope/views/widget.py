@@ -28,8 +28,8 @@ except ImportError as error:
         "view in the notebook without a widget."
     ) from error
 
-#: The shortest time between two drawings of a changing view: _EVERY_S seconds, or _REST times the
-#: duration of the last drawing if this is longer.
+#: The shortest time between two drawings of a changing view is the longer of two times: _EVERY_S
+#: seconds, and _REST times the duration of the last drawing.
 _EVERY_S, _REST = 0.25, 10
 
 

@@ -73,8 +73,8 @@ class Asked:
     words: dict[str, str]
 
 
-#: For each SAE's name and place: maps tokens ("prompt" or "generated") to the clamps at these
-#: tokens, and each clamp to its path in the body.
+#: Maps (name of an SAE, place) to the clamps of this SAE at this place. The clamps are a dict from
+#: tokens ("prompt" or "generated") to a dict from each clamp to the clamp's path in the body.
 _Grouped = dict[tuple[str, Place], dict[str, dict[_Clamp, str]]]
 
 

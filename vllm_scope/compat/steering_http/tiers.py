@@ -5,10 +5,10 @@ Runs:  in an API server process.
 To:    http.
 
 Promise: only the engine has a list of server-wide edits. An Add or a Clamp of this list belongs to
-a tier if the edit contains its vectors, names its layers, and applies to the tier's tokens. It does
-not matter which route has set the edit. Some edits belong to no tier: an Add of a steering module
-by name, an ablation, or an edit with a gate, a dose, `norm_match` or `max_relative_norm`. A `set`
-without `replace` does not change these edits.
+a tier under four conditions: the edit contains vectors, lists its layers, is at one of the fork's
+hooks, and applies to the tier's tokens. It does not matter which route has set the edit. Some edits
+belong to no tier: an Add of a steering module by name, an ablation, or an edit with a gate, a dose,
+`norm_match` or `max_relative_norm`. A `set` without `replace` does not change these edits.
 """
 
 from __future__ import annotations

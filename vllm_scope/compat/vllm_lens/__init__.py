@@ -16,7 +16,8 @@ values are JSON strings.
     output_residual_stream   a Read of "resid_post". True reads all layers, a list reads some
                              layers, and False or None reads nothing
     apply_steering_vectors   an Add for each vector, or for each position of 3-D activations
-    apply_hooks              Python functions between the layers of an eager engine in this process
+    apply_hooks              Python functions that change rows between layers. The engine must be
+                             eager, and must run in this process
     output_qk                Reads of "q" and "k", if the engine taps these sites
     activations_transport    "binary" lets an HTTP answer send tensors as files
 

@@ -113,7 +113,7 @@ class HookRun:
     def __init__(self, of_all: Sequence[Hook], own: Sequence[Hook]) -> None:
         self._hooks, self._num_of_all = [*of_all, *own], len(of_all)
         self.places = {(layer, hook.pre) for hook in self._hooks for layer in hook.layer_indices}
-        #: For each completion's index: maps the index of each called hook to the hook's context.
+        #: Maps a completion's index to a dict from the index of each called hook to its context.
         self._contexts: dict[int, dict[int, HookContext]] = {}
         self._errors: dict[int, str] = {}
 
