@@ -34,8 +34,8 @@ class Answers(NamedTuple):
             each row has the log-probabilities of all token ids. If a variant has an error, its row
             is NaN. If all variants have errors, the number of tokens is 0.
         errors: the reason why a variant failed, by the index of the variant.
-        others: True if EngineCore also had requests that belong to no sweep, in the last step with
-            variants.
+        others: True if, in the last step with variants, EngineCore also had requests that belong to
+            no sweep.
     """
 
     logprobs: NDArray[np.float32]

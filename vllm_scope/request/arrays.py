@@ -57,8 +57,8 @@ class Array:
             return _from_json(value, where, most_dimensions)
         kinds = _kinds_in(value)
         try:
-            # Lists with texts are refused before numpy sees them, because numpy would give each
-            # text the room of the longest text.
+            # Lists with texts are refused before numpy converts them, because numpy would reserve
+            # as much memory for each text as for the longest text.
             found = None if kinds & _NO_NUMBERS else np.asarray(_without_tensors(value, kinds))
         except ValueError:
             raise SpecError(f"{where} is ragged; its rows must be of one length.") from None
@@ -114,8 +114,8 @@ def _kinds_in(value: object) -> set[type]:
 
 
 def _without_tensors(value: Any, kinds: set[type]) -> Any:
-    """The value, in which numpy arrays replace torch tensors, also inside (nested) lists. `kinds`
-    is the result of `_kinds_in`."""
+    """The value with numpy arrays in place of torch tensors, also inside (nested) lists. `kinds` is
+    the result of `_kinds_in`."""
     if not any(hasattr(kind, "detach") for kind in kinds):
         return value
     if hasattr(value, "detach"):

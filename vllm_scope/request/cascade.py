@@ -31,10 +31,10 @@ def begins(verdict: int, num_prompt: int, step_tokens: int) -> int:
     computes this position.
 
     The scheduler receives a verdict with the output of the step that computes the verdict's
-    position. With async scheduling, the next step has already started at this time. With drafts,
-    the scheduler receives the verdict one step later, because the token must first be accepted. A
-    step processes at most `step_tokens` generated tokens of a request. It can process many tokens
-    of a prompt, and therefore a stage never begins inside a prompt.
+    position. With async scheduling, the next step has then already started. With drafts, the
+    scheduler receives the verdict one step later, because the token must first be accepted. A step
+    processes at most `step_tokens` generated tokens of a request, but can process many tokens of a
+    prompt. Therefore a stage never begins inside a prompt.
 
     Args:
         verdict: the position of the verdict of the stage before.

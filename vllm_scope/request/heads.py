@@ -32,9 +32,9 @@ from typing import Any, ClassVar, Self
 
 from vllm_scope.errors import SpecError, shown
 
-#: The codecs that a read can name, and the names of each codec's options. They are the codecs in
-#: codecs.CODECS that encode each row alone. The names are repeated here, because `codecs` imports
-#: torch, and a caller's process may have no torch.
+#: The codecs that a read can name, and the names of each codec's options. These are the codecs of
+#: codecs.CODECS that encode each row independently of other rows. The names are repeated here,
+#: because `codecs` imports torch, and torch can be missing in a caller's process.
 READ_CODECS: dict[str, tuple[str, ...]] = {
     "none": (),
     "fp16": (),

@@ -16,7 +16,7 @@ from vllm_scope.errors import ConfigError, shown
 
 Options = TypeVar("Options", bound=BaseModel)
 
-#: Maps pydantic's kind of error to the last words of this package's error text. A word in braces
+#: For each kind of pydantic's errors, the last words of this package's error text. A word in braces
 #: is replaced by the value that pydantic's error has for the word.
 _MUST: dict[str, str] = {
     "string_type": "must be a string",
@@ -63,16 +63,16 @@ def checked(
 
     Raises:
         ConfigError: an option is missing, or its value or name is wrong. The text is about one
-            option. For a wrong value, it has the value and the allowed values. For a wrong name, it
-            has the names of all options. If a validator raises a ConfigError, the text is that of
-            the validator.
+            option. For a wrong value, the text has the value and the allowed values. For a wrong
+            name, the text has the names of all options. If a validator raises a ConfigError, its
+            text is used.
     """
     try:
         return model.model_validate(dict(body))
     except ValidationError as error:
         options = [name for name in model.model_fields if name not in unsaid]
-        # Errors about unknown names come first: if a name is misspelt, pydantic also reports that
-        # the right name is missing.
+        # Errors about unknown names come first, because pydantic makes two errors for a misspelt
+        # name: the name is unknown, and the right name is missing.
         found = sorted(error.errors(), key=lambda one: one["type"] not in _NO_OPTION)
         sentence = _sentence_of(found[0], options)
         raise ConfigError(f"{where}{sentence.rstrip('.')}.") from None

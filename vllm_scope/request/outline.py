@@ -1,9 +1,9 @@
 """Makes specs that differ only in the layers, vectors and numbers of their edits.
 
-The cells of a sweep have such specs. Requests with one edit each, at different places, also have
-such specs. Their packed forms have equal bodies: the body has all of a spec except the layers,
-vectors and numbers of its edits (packed.py). An outline is the first resolved spec with a body.
-From the outline, `fitted` makes the resolved specs of all other specs with this body.
+The cells of a sweep have such specs. Requests that have one edit each, at different places, can
+also have such specs. Their packed forms have equal bodies: the body has all of a spec except the
+layers, vectors and numbers of its edits (packed.py). An outline is the first resolved spec with a
+body. From the outline, `fitted` makes the resolved specs of all other specs with this body.
 
 Owns:  Outline.
 Runs:  in the front-end and in EngineCore, when a request enters, with numpy and without torch.

@@ -2,7 +2,7 @@
 
 Owns:  Packed, `pack`, `unpack`.
 Runs:  in front-ends and EngineCore (`pack`), in EngineCore and workers (`unpack`). No torch.
-From:  spec and resolve, whose actions are packed.   To: ticket, core.news.
+From:  spec (actions), resolve (resolved actions).   To: ticket, core.news.
 
 Promise: equal actions have equal digests. The body of a Packed does not contain vectors. Therefore
 EngineCore can send a worker only those vectors that the worker does not have (core.news). The body
@@ -132,9 +132,9 @@ class Packed(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class _Apart:
-    """Collects the parts that `pack` leaves out of a body. `arrays` has the Arrays, and `indices`
-    the index of each Array, by digest. `layers` has the layers of the edits. `numbers` has the
-    index of each number, by the text of the number."""
+    """Collects the parts that `pack` leaves out of a body. `arrays` has the Arrays by digest, and
+    `indices` has the index of each Array by digest. `layers` has the layers of the edits. `numbers`
+    has the index of each number, by the text of the number."""
 
     arrays: dict[bytes, Array] = field(default_factory=dict)
     indices: dict[bytes, int] = field(default_factory=dict)
@@ -242,8 +242,8 @@ def _without_stream(edit: ResolvedEdit) -> tuple[object, ...]:
 
 
 def _edits_of(group: Any, kept: _Kept) -> list[ResolvedEdit]:
-    """The resolved edits of one action, one for each stream. There can be thousands, so that they
-    are made without their constructor."""
+    """The resolved edits of one action, one for each stream. They are made without their
+    constructor, to save time, because there can be thousands."""
     first, streams = group
     content = _put_together(first, kept).__dict__
     found = []

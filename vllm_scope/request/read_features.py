@@ -5,7 +5,8 @@ Runs:  in front-ends, workers and clients. No torch.
 From:  resolved.   To: batch.sparse, files.index, server.encode, client.parsing.
 
 Promise: if a ReadFeatures says that a result cannot have a feature, an access to this feature
-raises an error. It does not return zeros, which would mean that the feature is inactive.
+raises an error. The access does not return zeros, because zeros would mean that the feature is
+inactive.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ class ReadFeatures(msgspec.Struct, frozen=True, omit_defaults=True):
     that are None.
 
     Attributes:
-        num_features: number of features of the SAE, or None. It is None if the action has `indices`
-            and the SAE is not a TopK SAE, because the workers then receive only the encoder's rows
-            of these features.
+        num_features: number of features of the SAE, or None. If the action has `indices` and the
+            SAE is not a TopK SAE, the workers receive only these features' rows of the encoder, and
+            `num_features` is None.
         asked: the features that the action named (`indices`). None if the action has `top_k`.
     """
 
@@ -31,7 +32,8 @@ class ReadFeatures(msgspec.Struct, frozen=True, omit_defaults=True):
     asked: tuple[int, ...] | None = None
 
 
-#: For answers and files of earlier versions of this package, which do not name the read features.
+#: For answers and files of earlier versions of this package. Those answers and files do not name
+#: the read features.
 NOT_KNOWN = ReadFeatures()
 
 

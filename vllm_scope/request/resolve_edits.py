@@ -48,8 +48,8 @@ from vllm_scope.vectors.module import TIERS
 def resolve_edits(
     edits: Sequence[Edit], sites: Sites, modules: Mapping[str, Vectors]
 ) -> tuple[tuple[ResolvedEdit, ...], tuple[ResolvedProbe, ...]]:
-    """The resolved edits in their order, and the values that the edits deliver (values of gates,
-    and doses), as ResolvedProbes.
+    """The resolved edits in their order, and a ResolvedProbe for each value that the edits deliver.
+    Such a value is the value of a named gate, or a named dose.
 
     Raises:
         SpecError: the same errors as Spec.resolve.
@@ -92,19 +92,20 @@ def _of_dose(edit: ResolvedEdit) -> bytes:
 
 
 class _Telling:
-    """Collects the values of gates and the doses that taps write to the arena, and assigns an index
-    in a bank to each."""
+    """Collects the values of gates and the doses that taps write to the arena. Assigns to each
+    number its index in a bank."""
 
     def __init__(self) -> None:
-        #: By the name of a gate or a dose: the `Place` whose tap writes the number, the digest of
-        #: the gate or the key of the dose, and the tokens.
+        #: By the name of a gate or a dose, three values: the `Place` whose tap writes the number;
+        #: the digest of the gate, or the key of the dose; and the tokens.
         self._named: dict[str, tuple[Place, bytes, Selector]] = {}
         #: The index of each number in its bank, by `Place`, and then by the digest of the gate or
         #: the key of the dose.
         self._banks: dict[Place, dict[bytes, int]] = {}
         self._gates: dict[bytes, ResolvedGate] = {}
-        #: By the digest of a gate with a state: the `Place` whose tap writes the gate's value. If
-        #: several edits have this gate and name it, this is the last `Place` of the first of them.
+        #: The `Place` whose tap writes the value of a gate with a state, by the digest of the gate:
+        #: the last `Place` of the edit that has the gate. If several edits have this gate and give
+        #: it a name, the first of these edits counts.
         self._firsts: dict[bytes, Place] = {}
 
     def add_gate(self, name: str, gate: ResolvedGate, edited: Place, tokens: Selector) -> None:
@@ -199,7 +200,7 @@ def check_stages(asked: Resolved, num_stages: int) -> None:
 
 def _on_stream(place: Place) -> tuple[int, int]:
     """A sort key for the order of places in a forward: (boundary on the stream, group). For a site
-    inside a layer, this is the last boundary of the stream before the site, and group 1."""
+    inside a layer, the key is the last boundary of the stream before the site, and group 1."""
     if place.site in INNER_SITES:
         late = ("mlp_in", "mlp_out", MLP_SITE, ROUTER_SITE)
         return 2 * place.layer + (place.site in late), 1

@@ -120,7 +120,7 @@ class ResolvedProbe:
         """The first position that a probe with `after` scores (see request.cascade).
 
         Args:
-            verdict: the position of the verdict of the probe's first stage.
+            verdict: the position of the verdict of the probe that `after` names.
         """
         return begins(verdict, num_prompt, self.step_tokens)
 
@@ -309,7 +309,7 @@ class Resolved:
     def shared(self) -> dict[Hashable, Any]:
         """A cache for other modules. Specs that differ only in the layers, vectors and numbers of
         their edits share one dict (request.outline). Therefore the cached values must not depend on
-        these."""
+        layers, vectors or numbers."""
         return {}
 
     @cached_property
@@ -350,7 +350,7 @@ class Resolved:
         reads of global sinks) after this spec's reads.
 
         If the arguments are the same objects as in the last call, the result is also the same
-        object, so that its cached programs are used again.
+        object. Its cached programs are then used again.
         """
         if not (edits or reads):
             return self
@@ -387,7 +387,7 @@ class Resolved:
 
     @cached_property
     def read_selectors(self) -> tuple[Selector, ...]:
-        """The selectors of the actions that need rows, each one time."""
+        """The distinct selectors of the actions that need rows."""
         return tuple(dict.fromkeys(x.tokens for x in self.taking))
 
     @cached_property
@@ -404,9 +404,9 @@ class Resolved:
     @cached_property
     def scores_alone(self) -> bytes | None:
         """If workers can store the request's scores together with KV blocks, a digest of its probes
-        and features. Otherwise None. The scores can be stored only if each probe and each features
-        action selects all tokens and delivers to memory, and if the request has no read and no
-        Moments. Later stages of cascades are ignored, because they do not score prompt tokens."""
+        and features. Otherwise None. The scores can be stored only if the request has no read and
+        no Moments, and if all its probes and features select all tokens and deliver to memory.
+        Later stages of cascades are ignored, because they do not score prompt tokens."""
         always = self._always
         alike = all(p.tokens == Word("all") and p.to == MEMORY for p in always)
         if self.reads or self.moments or not always or not alike:
@@ -435,7 +435,7 @@ class Resolved:
 
     @cached_property
     def firsts(self) -> frozenset[str]:
-        """The names of the probes for whose verdicts other probes wait (first stages)."""
+        """The names of the probes that other probes name in `after` (first stages)."""
         return frozenset(probe.after for probe in self.probes if probe.after is not None)
 
     @cached_property

@@ -209,14 +209,12 @@ def _of_probes() -> Schema:
     }
 
 
-#: Schemas of fields of states. Only fields are here whose type annotation does not say which values
-#: are allowed.
+#: Schemas of those fields of states whose type annotation does not say which values are allowed.
 _OF_STATES: dict[str, Schema] = {
     "decay": {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
     "most_sum": _any(_NULL, _NUMBER | {"minimum": 0}),
 }
-#: Schemas of fields of actions. Only fields are here whose type annotation does not say which
-#: values are allowed.
+#: Schemas of those fields of actions whose type annotation does not say which values are allowed.
 _FIELDS = {
     "tokens": _ref("tokens"),
     "layers": _ref("layers"),

@@ -18,11 +18,11 @@ A selector has one of these forms:
 Owns:  the selectors, their parsing and JSON, and `select`.
 Runs:  in every process, with numpy and without torch.
 
-Promise: `select` returns two masks, `certain` and `possible`. While a request runs, it is not
-always known whether a token is selected: "last" depends on the final length, and TokenIds on ids
-that can still be on the device. The worker reads the rows of all tokens that are possible. After
-the request has ended, both masks are equal, and the front-end keeps only the rows of selected
-tokens.
+Promise: `select` returns two masks, `certain` and `possible`. While a request runs, a process does
+not always know whether a token is selected: "last" depends on the final length, and TokenIds
+depends on ids that can still be on the device. The worker reads the rows of all tokens that are
+possible. After the request has ended, both masks are equal, and the front-end keeps only the rows
+of selected tokens.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ MAX_ITEMS = 65_536
 MAX_DEPTH = 8
 #: The largest number of parts of one selector, and of all distinct selectors of a request together.
 #: The second number is 256 + 32, because each of 256 edits and 32 reads can have a different
-#: selector. To evaluate one part takes 5 us in each step, in EngineCore and in the workers. If a
-#: request has edits, it also takes 5 us for each KV block.
+#: selector. The evaluation of one part takes 5 us in each step, in EngineCore and in the workers.
+#: If a request has edits, the evaluation takes 5 us more for each KV block.
 MAX_PARTS, MAX_PARTS_IN_ALL = 64, 288
 WORDS = ("all", "prompt", "generated", "last_prompt", "last")
 #: The token ids of a prompt. If the ids are a list, each use converts the list to an int64 array,
@@ -151,7 +151,8 @@ class Selector:
     def check_decided(
         self, num_prompt: int, prompt_ids: Ids, max_position: int, where: str
     ) -> None:
-        """Raise SpecError if a token can be processed before it is known whether it is selected.
+        """Raise SpecError if a token can be processed before the engine knows whether the token is
+        selected.
 
         This check is for edits, because an edit applies when the token is processed. Reads do not
         need the check, because the front-end can drop rows later.
@@ -238,8 +239,8 @@ class Positions(Selector):
 
     @property
     def given(self) -> tuple[int, ...]:
-        """The positions in the order of the caller. `_given` is not a field, so that selectors with
-        the same positions are equal, and the order is not sent to other processes."""
+        """The positions in the order of the caller. `_given` is not a field. Therefore selectors
+        with the same positions are equal, and the order is not sent to other processes."""
         given: tuple[int, ...] = self.__dict__.get("_given", self.positions)
         return given
 
@@ -456,8 +457,8 @@ def check_sizes(selectors: Iterable[Selector]) -> None:
 
 
 def _check_ints(items: tuple[Any, ...], where: str, least: int = 1 - FAR) -> None:
-    """Raise SpecError if there are no items or too many, or an item is not an int from `least` to
-    FAR - 1."""
+    """Raise SpecError if there are no items, if there are too many, or if an item is not an int
+    from `least` to FAR - 1."""
     if not items:
         raise SpecError(f"{where} is empty; name at least one, or use 'all'.")
     if len(items) > MAX_ITEMS:

@@ -48,13 +48,14 @@ INNER_SITES = (*ATTENTION_SITES, *BRANCH_SITES, MLP_SITE, ROUTER_SITE, *BLOCK_SI
 #: The output of the norm after the last layer.
 FINAL_SITE = "ln_final"
 SITES = (*STREAM_SITES, *INNER_SITES, FINAL_SITE)
-#: The sites that a model has one time, and not in each layer. Their `Place` has layer 0.
+#: The sites that a model has one time, and not in each layer. The `Place` of such a site has layer
+#: 0.
 MODEL_SITES = ("embed", FINAL_SITE)
 #: The sites that can be edited, which are all sites except ln_final.
 EDIT_SITES = tuple(site for site in SITES if site != FINAL_SITE)
 #: The words with which an action names the embedding output, for errors about layers.
 EMBEDDING = "site='embed'"
-#: The sites of other tools that this package does not have, and how to get their values.
+#: The sites that other tools have and this package lacks, and how to get their values.
 ELSEWHERE = {
     "pattern": "patterns follow from q and k, by vllm_scope.analysis.attention.attention_pattern",
     "logits": "vLLM itself returns logits: start vLLM with logprobs_mode='raw_logits' and "
@@ -291,8 +292,8 @@ class Sites:
 
     @staticmethod
     def from_body(body: Mapping[str, Any], boundaries: Iterable[int]) -> Sites:
-        """Make Sites from `body`, which `dataclasses.asdict` made of a Sites object, with these
-        boundaries in place of the boundaries in `body`."""
+        """Make Sites from `body`, the result of `dataclasses.asdict` for a Sites object. The
+        argument `boundaries` takes the place of the boundaries in `body`."""
         heads = body["heads"]
         given = {
             "boundaries": tuple(sorted(boundaries)),

@@ -56,8 +56,8 @@ MAX_FEATURES = 128
 MAX_LENSES = 4
 MAX_MOMENTS = 32
 MAX_STOPPING = 8
-#: The largest number of features that all edits of a spec name, of SAEs that the engine has loaded.
-#: One such feature takes a few bytes in the spec, but two rows of the SAE in memory.
+#: All edits of a spec together can name at most this many features of SAEs that the engine has
+#: loaded. A named feature takes a few bytes in the spec, but two rows of the SAE in memory.
 MAX_NAMED = 256
 MOST = {
     "reads": MAX_READS, "probes": MAX_PROBES, "edits": MAX_EDITS, "features": MAX_FEATURES,
@@ -69,8 +69,8 @@ ACTIONS: dict[str, type[Action]] = {
     "moments": Moments,
 }  # fmt: skip
 #: The limit in bytes of each of three caches: parsed specs, results of `of_engine`, and Meanings.
-#: Texts longer than LONGEST_REMEMBERED are not in the first cache, because each lookup hashes the
-#: text.
+#: Texts longer than LONGEST_REMEMBERED are not in the cache of parsed specs, because each lookup
+#: hashes the text.
 REMEMBERED_BYTES, LONGEST_REMEMBERED = 64 << 20, 1 << 20
 #: The largest resolved spec that is cached, in bytes.
 LARGEST_REMEMBERED = 32 << 20
@@ -132,8 +132,8 @@ class Spec:
                 )
 
     def with_edits(self, edits: tuple[Edit, ...]) -> Spec:
-        """A Spec with only the given edits. A fast path is for a Spec of one edit without a gate,
-        if the given edit differs from that edit only in the layer and the vector."""
+        """A Spec with only the given edits. This method is faster if this Spec has only one edit
+        without a gate, and the only given edit differs from it only in the layer and the vector."""
         single = len(self.actions) == len(self.edits) == len(edits) == 1 and self.policy is None
         layers = edits[0].layer_numbers if single else None
         if layers is None or not have_one_body(self.edits[0], edits[0]):
@@ -214,8 +214,9 @@ class Spec:
     def of_engine(
         self, saes: Mapping[str, Any], lenses: Mapping[str, Collection[Place]] | None = None
     ) -> Spec:
-        """This spec, in which the rows or sizes of SAEs replace their names, and each named lens
-        has its layers. If the spec does not name an SAE or a lens, returns the spec itself.
+        """This spec with the rows or sizes of SAEs in place of the SAEs' names, and with layers in
+        each LensTopK that names a lens but no layers. If the spec does not name an SAE or a lens,
+        returns the spec itself.
 
         Args:
             saes: the SAEs that the engine has loaded, by name.
@@ -250,8 +251,8 @@ class Spec:
 
     @cached_property
     def packed(self) -> Packed:
-        """The spec in the form that processes send to each other. It has no vectors, which are in
-        `arrays`."""
+        """The spec in the form that processes send to each other. The vectors are left out, and are
+        in `arrays`."""
         return self._packed[0]
 
     @property
@@ -324,9 +325,9 @@ _expanded: Remembered[bytes, _Expanded] = Remembered(REMEMBERED_BYTES)
 class Meanings:
     """A cache of resolved specs for one engine, with a limit in bytes.
 
-    If the name of a steering module gets another module, the registry and the front-ends call
-    `forget`. If vectors are dropped, the registry calls `forget_arrays`. Both calls drop cached
-    specs, which frees their vectors.
+    If the engine gets another steering module under a known name, the registry and the front-ends
+    call `forget`. If vectors are dropped, the registry calls `forget_arrays`. Each of these calls
+    drops cached specs, and so frees the vectors of these specs.
     """
 
     def __init__(self, sites: Sites) -> None:

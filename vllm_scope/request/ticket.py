@@ -60,9 +60,10 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
         spec: the actions of the request.
         arrays: the spec's Arrays, except the Arrays that the front-end has sent ahead
             (core.sent_ahead).
-        variants: for a sweep, one request can stand for several variants, which have its prompt and
-            parameters, and a spec of their own. Then `variants` has the spec of each variant,
-            `spec` is the first of them, and `arrays` has the Arrays of all. Otherwise empty.
+        variants: for a sweep, one request can stand for several variants. Each variant has this
+            request's prompt and parameters, and its own spec. Then `variants` has the specs of all
+            variants, `spec` is the first of these specs, and `arrays` has the Arrays of all specs.
+            For any other request, `variants` is empty.
     """
 
     recipient: Recipient
@@ -129,8 +130,8 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Wire).decode
 _decode_content = msgspec.msgpack.Decoder(_Content).decode
 #: `_sent` keeps the encoded contents of tickets that this process has sent. `_came` keeps the
-#: decoded contents of tickets that have arrived. The keys of both are pairs: the digest of a spec,
-#: and the number of the spec's modules. The digest covers the names of the modules.
+#: decoded contents of tickets that have arrived. A key of either cache is a pair: the digest of a
+#: spec, and the number of the spec's modules. The digest covers the names of the modules.
 _sent: Remembered[tuple[bytes, int], bytes] = Remembered(_KEPT_BYTES)
 _came: Remembered[tuple[bytes, int], _Content] = Remembered(_KEPT_BYTES)
 #: The first byte of a content that zlib has compressed. No msgpack array begins with this byte.

@@ -24,7 +24,7 @@ from vllm_scope.saes.arrays import Given
 from vllm_scope.saes.places import place_of
 from vllm_scope.saes.sae import Sae
 
-#: Maps the names of the files that a folder of one format has to the loader of this format.
+#: The loader of each format, by the names of the files in a folder of this format.
 _FORMATS: dict[tuple[str, ...], Callable[[Path, Given], Sae]] = {
     (saelens.CONFIG, saelens.WEIGHTS): saelens.load,
     (sparsify.CONFIG, sparsify.WEIGHTS): sparsify.load,

@@ -311,8 +311,8 @@ class MaxActivating:
         encoded[positions] = True
         made["values"][:] = np.where(inside & encoded[where], 0, np.nan)
         # `found` is sorted by feature, then by position, without repeats. Therefore the values of
-        # an entry's context are in `found` at most `before` places before, and at most `after`
-        # places after, the value of the entry.
+        # an entry's context are near the entry's value in `found`: at most `before` places before
+        # it, and at most `after` places after it.
         near = np.clip(at[:, None] + context, 0, len(found.feature) - 1)
         column = found.position[near] - position + self.before
         there = (found.feature[near] == feature) & (column >= 0) & (column < len(context))

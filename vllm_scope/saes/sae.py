@@ -317,8 +317,8 @@ class Sae:
         def exact(vector: Tensor) -> Tensor:
             return vector[pick].to(device).double()
 
-        # Compute in float64, so that only the rounding of the result to float32 causes an error
-        # that counts.
+        # Compute in float64. The only error that counts is then the rounding of the result to
+        # float32.
         encoder, bias = self._read("encoder", pick, device).double(), exact(self.encoder_bias)
         threshold = None if self.threshold is None else exact(self.threshold)
         factor = torch.ones_like(bias)
@@ -337,8 +337,9 @@ class Sae:
         return Folded(encoder * (factor * self.input_scale)[:, None], bias, threshold)
 
     def _active(self, x: Tensor, pick: Pick) -> Tensor:
-        """Compute the features `pick`, for any architecture except topk. `x` has rows that are
-        already scaled, and from which `b_dec` is subtracted if the SAE does this."""
+        """Compute the features `pick`, for any architecture except topk. The rows of `x` are
+        already scaled. If the SAE subtracts `b_dec` from rows, it is already subtracted from
+        `x`."""
         pre = self._pre(x, pick)
         if self.gate_bias is not None and self.gain is not None:
             magnitude = pre * self.gain[pick].exp() + self.encoder_bias[pick]

@@ -138,8 +138,8 @@ class Ending:
         output_ids: the tokens that the engine generated. If a stop string ended the request, the
             caller may get fewer tokens.
         finish_reason: the finish reason that vLLM reports (stop, length, abort or error).
-        expected: number of rows and scores of this stage that the sink gets for the processed
-            tokens if none is lost.
+        expected: number of rows and scores that the sink gets from this pipeline stage for the
+            processed tokens, if none is lost.
         delivered: number of expected rows and scores that the sink got.
         reason: the reason of the status. None if the status is `ok`.
     """
@@ -191,9 +191,9 @@ class Sink(Protocol):
 
     Order: for each request, the worker calls `write` with the blocks of the request, then calls
     `finish` one time. For a failed request, or a request without blocks, the worker calls `finish`
-    too. There is one exception. If no row of a request was queued, and the sink is stalled at the
-    request's end or the API key has reached `key_mib`, the sink gets no call for the request.
-    Between two calls for one request, there can be calls for other requests.
+    too. There is one exception: a request of which no row was queued. If the sink is stalled at the
+    end of this request, or if the API key has reached `key_mib`, the sink gets no call for the
+    request. Between two calls for one request, there can be calls for other requests.
 
     The contents of a block depend on the class attribute `live`:
 
@@ -210,7 +210,7 @@ class Sink(Protocol):
     - `takes_some_features`: features with `indices` or `threshold`.
     - `takes_edited`: actions of requests with edits.
 
-    All other defaults are True.
+    Except for `takes_features`, the default of each of these attributes is True.
 
     If a call raises an exception, the request of the call ends with the status `error`, and the
     exception is the reason. Other requests and the engine continue. The engine waits for a call at
@@ -225,8 +225,8 @@ class Sink(Protocol):
     def finish(self, ending: Ending) -> Report | None: ...
 
     def flush(self) -> None:
-        """Make the rows of finished requests visible. When `flush` returns, every future
-        `published` must be done. The sink thread calls this function in three cases: at most
+        """Make the rows of finished requests visible. When `flush` returns, the future `published`
+        of every Report must be done. The sink thread calls this function in three cases: at most
         `flush_s` seconds after a request has ended, after a front-end's remote call `scope_flush`,
         and before `close`."""
 

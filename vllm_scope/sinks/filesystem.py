@@ -4,10 +4,10 @@ Owns:  FilesystemSink (calls `vllm_scope.files`).
 Runs:  on a sink thread. Several instances may write into one root.
 
 A failed request has no file. If rows are missing, the request's file states the status `partial`.
-Files that a request names are in a folder of the request's API key. Therefore the requests of one
-API key cannot replace the files of another API key (option `key_folders`). The end of a request is
-reported when its file is visible. With the layouts `packed` and `sharded`, the file is visible
-after it is full or flushed.
+With the layouts `per_request` and `npz`, the files of each API key are in a separate folder (option
+`key_folders`). Therefore the requests of one API key cannot replace the files of another API key.
+The end of a request is reported when its file is visible. With the layouts `packed` and `sharded`,
+the file is visible after it is full or flushed.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ class Manifest(msgspec.Struct, frozen=True):
         expected, delivered, dropped: number of expected, of delivered and of dropped rows and
             scores.
         files: the names of the files that have the rows and scores.
-        streams: shape, dtype, codec and file of each stream, by `site.layer`. The scores of a probe
-            are found by the probe's name.
+        streams: shape, dtype, codec and file of each stream, by `site.layer`. For the scores of a
+            probe, the key is the probe's name.
         details: `Report.details` of each pipeline stage.
         said: True if the reason or the streams have text that a plugin wrote.
     """

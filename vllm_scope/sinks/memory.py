@@ -38,7 +38,7 @@ class MemorySink:
     Args:
         stage: the pipeline stage of this worker.
         ring: the host ring that has the batches.
-        road: the allowed transport, with the values of the engine's option `road`.
+        road: the allowed transports, as a value of the engine's option `road`.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class MemorySink:
         #: Like `_frontend_of`, but only for requests whose rows are sent to the front-end.
         self._reads: dict[int, str] = {}
         #: The keys of running requests that lost rows because a message could not be sent. These
-        #: requests fail. Otherwise an earlier row of the same position, which may belong to a
-        #: rejected draft, would be returned in place of a lost row.
+        #: requests fail. Without the failure, a caller could get an earlier row of the same
+        #: position, such as the row of a rejected draft, in place of the lost row.
         self._unsent: set[int] = set()
         self._num_bytes = 0
         #: The lease of the last call of `_give_up`, and for each front-end the number of messages

@@ -205,21 +205,23 @@ def not_taken(plugin: str, own: Mapping[str, object], error: Exception) -> Confi
     # The text of this error is logged, and values of options may be secrets. Therefore this code
     # names only the options.
     names = ", ".join(sorted(map(str, own))) or "none"
-    # The text is cut after the values are hidden, because a cut value is not found.
+    # The text is cut after the values are hidden, because `_without_values` does not find a cut
+    # value.
     text = plain(_without_values(failure(error, MOST_LOGGED), own))
     return ConfigError(f"the options of {plugin}, {names}, are not taken ({text}).")
 
 
 def _without_values(text: str, value: object) -> str:
-    """The text, in which HIDDEN replaces each number and string in `value`, and each part of such a
-    string. A library's error often has only a part of a URL, such as its path."""
+    """The text with HIDDEN in place of each number and string in `value`, and of each part of these
+    strings. A library's error often has only a part of a URL, such as its path."""
     if isinstance(value, Mapping | list | tuple):
         for one in value.values() if isinstance(value, Mapping) else value:
             text = _without_values(text, one)
     elif isinstance(value, str | int | float) and not isinstance(value, bool):
         whole = str(value)
         for part in sorted({whole, *re.findall(r"[\w.-]+", whole)} - {""}, key=len, reverse=True):
-            # A short part is hidden only if it is a whole word, because each text has short parts.
+            # A short part is hidden only if it is a whole word, because short parts also occur
+            # within other words.
             pattern = rf"(?<!\w){re.escape(part)}(?!\w)" if len(part) < 4 else re.escape(part)
             text = re.sub(pattern, HIDDEN, text)
     return text

@@ -89,8 +89,8 @@ class Delivery:
         self._streams = list(streams_of(asked, to, sites, here))
         self._kept: list[Arrival] = []
         self._parts: dict[Layout, tuple[Layout, Ints | slice] | None] = {}
-        #: For each stream, a list of (delivered positions, the number of the arrival of each
-        #: position).
+        #: For each stream, a list of pairs: delivered positions, and for each position the number
+        #: of its arrival.
         self._arrived: dict[Stream, list[tuple[Ints, Ints]]] = {}
         self._num_arrivals = 0
         #: Dropped arrivals. If an arrival was dropped, earlier rows of the same positions are
@@ -272,5 +272,6 @@ class Delivery:
 
 
 def _wanted_of(points: Sequence[int], wanted: Set[int], layout: Layout) -> list[int]:
-    """The indices of the points whose row is the row of a wanted point (Layout.also)."""
+    """The indices of the points whose row is also the row of a wanted point. (Two points can have
+    the same row, see Layout.also.)"""
     return [i for i, row in enumerate(points) if not wanted.isdisjoint(layout.names_of(row))]

@@ -38,7 +38,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 #: The destination of a sink in `global_sinks` is this prefix and the sink's name. Requests cannot
 #: name a destination with this prefix.
 GLOBAL = "global:"
-#: Seconds between two searches for stalled sinks, and number of searches for each report of the
+#: Seconds between two searches for stalled sinks, and number of searches between two reports of the
 #: counters.
 LOOK_S = 0.1
 LOOKS_PER_REPORT = 10
@@ -50,7 +50,7 @@ class _Routed:
     """A request with at least one sink other than memory.
 
     Attributes:
-        deliveries: the sink thread and the request's Delivery for each destination, by destination.
+        deliveries: by destination, the sink thread and the request's Delivery.
         waiting: after the request has ended, the destinations whose manifest has not arrived yet.
         ended: None until the request has ended.
     """
@@ -235,8 +235,8 @@ class Router:
     # Any thread
 
     def flush(self) -> dict[str, str | None]:
-        """For each sink, None if the rows of all ended requests are visible, else the reason why
-        not."""
+        """For each sink, None if the rows of all ended requests are visible. Otherwise the reason
+        why rows are not visible."""
         return {
             name: next((e for e in [thread.flush() for thread in threads] if e is not None), None)
             for name, threads in self._threads.items()
@@ -244,8 +244,8 @@ class Router:
 
     @property
     def takes(self) -> dict[str, list[str]]:
-        """The kinds of actions that may name each sink, by sink, without the sinks in
-        `global_sinks`."""
+        """By sink, the kinds of actions that may name the sink. The sinks in `global_sinks` are
+        left out."""
         return {
             name: threads[0].takes
             for name, threads in self._threads.items()

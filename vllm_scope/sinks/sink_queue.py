@@ -83,9 +83,9 @@ class SinkQueue:
         self.changed = threading.Condition()
         self.spilled_bytes = 0
         self._name, self._log = name, log
-        # Each API key has a limited share of the memory only under the policy `drop`. Under the
-        # other policies, the engine would wait for room in the share of one key, and the requests
-        # of all keys would wait too.
+        # The share of an API key in the memory is limited only under the policy `drop`. Under the
+        # other policies, the engine waits for room. If the share of one key were full, the requests
+        # of all keys would wait.
         self._has_shares = options.on_overload == "drop"
         self._items: deque[QueueItem] = deque()
         self._memory = KeyedBytes(options.share(options.queue_mib))

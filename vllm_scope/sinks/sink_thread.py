@@ -70,8 +70,8 @@ class SinkThread:
             raise
         self._changed = self._queue.changed
         self._closing = False
-        #: The time at which a request ended for the first time after the last flush. None if no
-        #: request has ended since the last flush.
+        #: The time of the first end of a request since the last flush. None if no request has ended
+        #: since the last flush.
         self._dirty_since: float | None = None
         self._num_running = 0
         self._worked_at = 0.0

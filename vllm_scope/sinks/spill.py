@@ -86,8 +86,8 @@ class SpillFile:
         return data
 
     def _room(self, num_bytes: int) -> int | None:
-        """The offset in the file of the next span, which has `num_bytes` bytes. None if there is no
-        room for the span."""
+        """The offset in the file at which the next span of `num_bytes` bytes begins. None if there
+        is no room for the span."""
         if not self._spans:
             return 0 if num_bytes <= self._most_bytes else None
         first, last = self._spans[0][0], self._spans[-1][1]

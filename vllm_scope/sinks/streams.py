@@ -67,8 +67,9 @@ class Stream:
 
     def values(self, layout: Layout, data: NDArray[np.uint8], widths: Widths) -> Tensor | None:
         """The values: rows [n, row_size], encoded rows uint8 [n, bytes], or scores [n]. For
-        features and a lens, the argument `words` of `sparse_rows`, [n, num_values]. All values
-        except scores are views of `data`. None if the layout has no values of the stream.
+        features and a lens, the values have the form of the argument `words` of `sparse_rows`, [n,
+        num_values]. All values except scores are views of `data`. None if the layout has no values
+        of the stream.
 
         Args:
             layout: the layout of `data`, which is uint8 [n, bytes of a token].

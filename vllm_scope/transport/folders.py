@@ -5,9 +5,9 @@ Runs:  in an API server (for the folder of results) and in a front-end (for the 
        socket).
 
 A process locks its folder. The kernel releases the lock when the process ends. A process that exits
-normally removes its own folder. At the end, the process that started the API servers kills them,
-and then removes their folders. If a whole server is killed, its folders stay until another process
-makes a folder of the same kind. This process removes the folders of the killed server.
+normally removes its own folder. When a server ends, the process that started the API servers kills
+them, and then removes their folders. If a whole server is killed, its folders stay until another
+process makes a folder of the same kind. That process removes the folders of the killed server.
 """
 
 from __future__ import annotations

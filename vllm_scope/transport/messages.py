@@ -139,7 +139,8 @@ class SharedHello(msgspec.Struct, array_like=True, tag="shared"):
     """A worker asks the front-end to map the worker's ring. The front-end answers with an Ack.
 
     Attributes:
-        reader: the index of the front-end's counter in the ring.
+        reader: the index of the counter in the ring with which this front-end acknowledges
+            messages.
     """
 
     ring: RingRef

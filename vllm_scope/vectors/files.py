@@ -9,11 +9,12 @@ From:  containers.py, hooks.py. To: SteeringModule.
 | `direction.{number}` | vllm-scope and others | in the metadata, or resid_post | number - base    |
 | `{number}`           | users                 | in the metadata, or resid_post | number - base    |
 
-A vector of a tier has a name with the prefix `prompt:` or `generated:`. JSON files have the form of
-the steering fork of vLLM, which hooks.py describes. In the table, the base is the field
-`index_base` of the metadata: "0" (the default) or "1". repeng computes `direction.5` from Hugging
-Face's `hidden_states[6]`, the rows at the exit of layer 5 (the first layer is 0). llama.cpp adds
-the vector `direction.5` at the same place, which is `resid_post` 5.
+A tier is a set of vectors that act only on prompt tokens, or only on generated tokens. The names of
+these vectors have the prefix `prompt:` or `generated:`. JSON files have the form of the steering
+fork of vLLM, which hooks.py describes. In the table, the base is the field `index_base` of the
+metadata: "0" (the default) or "1". repeng computes `direction.5` from Hugging Face's
+`hidden_states[6]`, the rows at the exit of layer 5 (the first layer is 0). llama.cpp adds the
+vector `direction.5` at the same place, which is `resid_post` 5.
 """
 
 from __future__ import annotations

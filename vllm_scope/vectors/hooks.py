@@ -4,11 +4,11 @@
     {"post_block": {"dtype": "float32", "shape": [2, 4096], "layer_indices": [15, 20],
                     "data": "<base64>", "scales": [1.0, 2.0]}}
 
-The steering fork of vLLM is RhizoNymph/vllm. A hook is its name of a site, such as `post_block` for
-`resid_post`. The value of each hook has one of two forms, which are shown above: vectors by layer,
-or the packed form. A module's file has an object of hooks for each tier: {"vectors": ...,
-"prefill_vectors": ..., "decode_vectors": ...}. If a module has only the tier `vectors`, the file
-can consist of the object of hooks alone.
+The steering fork of vLLM is RhizoNymph/vllm. A hook is the fork's name of a site, such as
+`post_block` for `resid_post`. The value of each hook has one of two forms, which are shown above:
+vectors by layer, or the packed form. A module's file has an object of hooks for each tier:
+{"vectors": ..., "prefill_vectors": ..., "decode_vectors": ...}. If a module has only the tier
+`vectors`, the file can consist of the object of hooks alone.
 
 Owns:  HookVectors, and the parsers of hooks and modules.
 Runs:  anywhere, with numpy only.

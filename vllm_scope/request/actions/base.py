@@ -84,8 +84,8 @@ def vector_or_module(value: object, where: str) -> Array | Module:
 
 def feature_numbers(value: Any, where: str, most: int, limit: str) -> tuple[int, ...]:
     """Convert one feature number, or a list of 1 to `most` feature numbers, to a tuple. Raises
-    SpecError for any other value. If there are too many or none, the text of the error ends with
-    `limit`."""
+    SpecError for any other value. If there are no features or too many, the text of the error ends
+    with `limit`."""
     given = value.tolist() if hasattr(value, "tolist") else value
     found = tuple(given) if isinstance(given, list | tuple) else (given,)
     if not 1 <= len(found) <= most:
@@ -180,7 +180,7 @@ class Action:
         layer, layers = self.layer, self.layers
         if layer is None or layers is None:
             return layers if layer is None else layer
-        # dataclasses.replace passes both, with the values that `_place` has set.
+        # dataclasses.replace passes `layer` and `layers`, with the values that `_place` has set.
         if isinstance(layers, str | tuple) and layers in (layer, (layer,)):
             return layers
         raise SpecError(f"{type(self).__name__} has layer and layers; give one of them.")

@@ -46,8 +46,8 @@ class Edit(Action):
         return 0
 
     def of_engine(self, saes: Mapping[str, Any]) -> Edit:
-        """If the edit names an SAE of the engine, the edit with the encoder and decoder rows of its
-        features in place of the SAE's name. Otherwise the edit itself.
+        """If the edit names an SAE of the engine, returns an edit with the encoder and decoder rows
+        of the features in place of the SAE's name. Otherwise returns the edit itself.
 
         Args:
             saes: the SAEs that the engine has loaded, by name.

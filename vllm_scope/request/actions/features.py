@@ -146,9 +146,9 @@ def _flags(value: object, count: int, where: str) -> tuple[bool, ...]:
 class _FeatureEdit(Edit):
     """The base class of SetFeature and ScaleFeature.
 
-    `fields[2]` is the name of the field with one number for each feature. If `sae` is a name, the
-    checks that need the SAE are made later, by `of_engine`, which makes a new edit with the rows of
-    the SAE.
+    `fields[2]` is the name of the field with one number for each feature. If `sae` is a name,
+    `of_engine` makes a new edit with the rows of the SAE. The checks that need the SAE are made at
+    that time.
     """
 
     sae: Any
@@ -192,8 +192,8 @@ class _FeatureEdit(Edit):
         numbers = _numbers(getattr(self, name), len(indices), f"{kind}.{name}")
         self._set(index=indices, **{name: numbers})
         self._set_flags(len(indices))
-        # `_place_edit` needs a site and a layer. If the caller gave none, they are set for this
-        # call, and then reset.
+        # `_place_edit` needs a site and a layer. If the caller did not give one of them, it is set
+        # for this call, and then reset.
         self._set(site=canonical_site(self._given("site", "resid_post"), f"{kind}.site"))
         if given is None and self.site not in MODEL_SITES:
             self._set(layer=0)

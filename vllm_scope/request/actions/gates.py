@@ -159,8 +159,8 @@ class Gate:
             raise SpecError(str(error).replace("Gate.", f"{where}.", 1)) from None
 
     def check_tokens(self, tokens: Selector, kind: str) -> None:
-        """Raises SpecError if a gate with these options, or with this probe, cannot have the edit's
-        tokens.
+        """Raises SpecError if the edit's tokens do not fit the gate's options, or the tokens of the
+        gate's probe.
 
         Args:
             tokens: the edit's tokens.

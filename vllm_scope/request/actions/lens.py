@@ -20,10 +20,10 @@ from vllm_scope.request.sites import LENS_SITES, Place
 class LensTopK(Action):
     """Deliver the likeliest next tokens, computed from the row of each token at each named layer.
 
-    The device applies the model's own final norm and unembedding to the row, and the model's soft
-    cap and scale of logits, if it has them. Then the device computes the log-softmax over the whole
-    vocabulary, in float32. If `lens` is None, the values at `resid_post` of the last layer are the
-    model's own log-probabilities.
+    The device applies the model's own final norm and unembedding to the row. If the model has a
+    soft cap or a scale of logits, the device applies these too. Then the device computes the
+    log-softmax over the whole vocabulary, in float32. If `lens` is None, the values at `resid_post`
+    of the last layer are the model's own log-probabilities.
 
     Args:
         layer, layers: two names of one argument, which is a number, a list of numbers from 0, or
@@ -62,8 +62,8 @@ class LensTopK(Action):
         self._sort_layers()
 
     def of_engine(self, lenses: Mapping[str, Collection[Place]]) -> LensTopK:
-        """If the action names a lens but no layers, the action with all layers for which the lens
-        has a map. Otherwise the action itself.
+        """If the action names a lens but no layers, returns an action with all layers for which the
+        lens has a map. Otherwise returns the action itself.
 
         Args:
             lenses: by the name of a lens, each tapped `Place` for which the lens has a map.

@@ -38,9 +38,10 @@ class Probe(Action):
 
     Args:
         weight: an array [width of a row] for one layer, or an array [num_layers, width of a row]
-            for several layers, whose numbers are added. The weight can also be an `Mlp` or an
-            `AttentionPool`, or a list with one of them for each layer. Or it is the name of a
-            steering module in the engine, which has a vector at this site for each layer.
+            for several layers. The numbers of all layers are added. The weight can also be an `Mlp`
+            or an `AttentionPool`, or a list with one of them for each layer. The weight can also be
+            the name of a steering module of the engine that has a vector at this site for each
+            layer.
         bias: a number that is added to each score.
         site: any tapped site. A row of `q`, `k`, `v` or `z` contains all heads, one after another.
         layer, layers: two names of one argument, which is the number of a layer, or a list of

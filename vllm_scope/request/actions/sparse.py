@@ -226,8 +226,8 @@ class Features(Action):
             )
 
     def of_engine(self, saes: Mapping[str, Any]) -> Features:
-        """If the action names an SAE of the engine, the action with the SAE's encoder rows
-        (EncoderRows) or sizes (HeldSae) in place of the name. Otherwise the action itself.
+        """If the action names an SAE of the engine, returns an action with the SAE's encoder rows
+        (EncoderRows) or sizes (HeldSae) in place of the name. Otherwise returns the action itself.
 
         Args:
             saes: the SAEs that the engine has loaded, by name.
