@@ -48,11 +48,11 @@ from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.sites import LEVELS
 
 #: Limits of one request: the number of distinct programs, and the number of operations in all
-#: programs. The reason for the limits is that the thread that launches the model also writes the
-#: programs to the device's tables. If the request edits, or if taps score its rows, the thread
-#: writes all programs before the first step. This takes 0.3 us for each operation. If the request
-#: only reads, the thread writes a program in the first step that needs it. This takes 15 us for
-#: each program and 1.3 us for each operation.
+#: programs. The reason for the limits: the thread that launches the model also writes the programs
+#: to the device's tables. If the request edits, or if taps score its rows, the thread writes all
+#: programs before the first step. This takes 0.3 us for each operation. If the request only reads,
+#: the thread writes a program in the first step that needs it. This takes 15 us for each program
+#: and 1.3 us for each operation.
 MOST_PROGRAMS, MOST_OPS = 1024, 1 << 14
 MOST_PROGRAMS_WITH_EDITS, MOST_OPS_WITH_EDITS = 512, 1 << 13
 #: The largest number of bytes of programs that this process keeps, for all specs together.
@@ -76,8 +76,8 @@ class _Programs:
     """Limits the memory of all built programs. The least recently used programs are dropped first.
 
     Each Compiled holds its own programs (`built`). When a Compiled is freed, its programs are freed
-    too. A dropped program is built again when a request needs it. A running request keeps its
-    programs, also if they are dropped here.
+    too. A dropped program is built again when a request needs it. If a program is dropped here,
+    running requests keep this program.
     """
 
     def __init__(self) -> None:
@@ -408,8 +408,8 @@ class Compiled:
         """True if this spec uses at least as many entries of the device tables as any other spec of
         its outline."""
         # This is true if all vectors in the operations have different keys. The vectors of the
-        # edits are not enough: two of them that differ only in length can become the same unit
-        # vector in the operations, and this vector counts one time.
+        # edits are not compared: two vectors that differ only in length can become the same unit
+        # vector in the operations. The tables then have this unit vector one time.
         keys = [key for some in self._keys for key in some] if self._few else []
         return self._few and len(set(keys)) == len(keys)
 

@@ -545,8 +545,8 @@ class RequestProgram:
 
     def cost_of_change(self, columns: Iterable[bytes]) -> Cost:
         """The Cost of the new programs that generated tokens need when a policy changes the scales
-        of edits. The new programs use the same vectors as the old ones, so that vectors are not
-        counted again. `columns` is the result of the method `columns`."""
+        of edits. Vectors are not counted, because the new programs use the vectors of the old
+        programs. `columns` is the result of the method `columns`."""
         if self.generated_is_uniform:
             columns = self.superset_columns()
         return self.held(columns).cost.without_vectors()

@@ -174,8 +174,8 @@ class OpList:
     def _set_presence(
         self, ops: Sequence[Listed], of_cells: Sequence[Sequence[int]], num_picks: int
     ) -> None:
-        # An operation that every token gets has no pick. It gets a further pick with the index
-        # `num_picks`, which selects every token.
+        # An operation that every token gets has no pick in `ops`. Here, such an operation gets a
+        # pick with the index `num_picks`, which selects every token.
         picks = [one.picks or (num_picks,) for one in ops] + list(of_cells)
         self._picks = np.array([pick for some in picks for pick in some], np.int64)
         self._starts = np.cumsum([0, *map(len, picks)])[:-1]
@@ -306,7 +306,7 @@ class OpList:
         following = np.arange(1, len(op) + 1)
         following[heads[1:] - 1] = -1
         following[-1:] = -1
-        used = np.zeros(len(self._keys) + 1, bool)  # the last entry is for no vector
+        used = np.zeros(len(self._keys) + 1, bool)  # the last entry stands for no vector
         used[found.vector] = True
         given = np.flatnonzero(used[:-1]).tolist()
         vector = np.full(len(used), -1, np.int64)

@@ -222,8 +222,7 @@ class Filler:
             lease.slots.copy_(self._arena.view(region).view(torch.uint8), non_blocking=True)
 
     def _fail(self, keys: Collection[int], why: str) -> None:
-        """Record the error that these requests will have when they end, and stop keeping their
-        scores."""
+        """Record the error with which these requests will end, and stop keeping their scores."""
         self.failed.update(dict.fromkeys(keys, why))
         self._forget(keys)
 

@@ -89,9 +89,9 @@ class Planner:
 
     @property
     def is_steady(self) -> bool:
-        """True if the next step can reuse the last plan. The next step does so if it has the same
-        requests without changes, each one token later. A reused plan keeps the array object
-        `program_ids`. If `is_steady` is False, the next plan has a new array."""
+        """True if the next step can reuse the last plan. The next step reuses the plan if it has
+        the same requests without changes, each one token later. A reused plan keeps the array
+        object `program_ids`. If `is_steady` is False, the next plan has a new array."""
         return self._steady is not None
 
     def key_of(self, req_id: str) -> int | None:
@@ -197,8 +197,8 @@ class Planner:
     def begin_stages(self, req_id: str, firsts: Sequence[str]) -> None:
         """From now on, plan a request's tokens with the probes that waited for the verdicts of
         `firsts`. Such a probe then also scores tokens before the first position of its stage. The
-        code that reads scores drops these extra scores. It finds them by the positions in the
-        labels.
+        code that reads scores drops these extra scores. The code finds these scores by the
+        positions in the labels.
 
         Raises:
             CapacityError: the tables have no room for the programs. In this case, the request is

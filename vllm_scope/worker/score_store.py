@@ -368,8 +368,8 @@ class ScoreStore:
         return bool(self._missing)
 
     def take_missing(self) -> list[ScoreKey]:
-        """The keys of the blocks that could not be kept or found since the last call. Any thread
-        can call this method."""
+        """The keys of the blocks that the store could not keep or find since the last call. Any
+        thread can call this method."""
         # The list is not replaced by a new list, because the drain thread can add a key at the same
         # time.
         found = self._missing[:]

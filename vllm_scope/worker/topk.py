@@ -83,7 +83,8 @@ def _kernel(  # type: ignore[no-untyped-def]
     groups = _index(tl.topk(tl.where(there, key, _NO_KEY), some))
     at = tl.reshape(groups[:, None] * group + tl.arange(0, group)[None, :], some * group)
     # If the SAE has fewer groups than `some`, the missing groups have the index 0x7FFFFFFF. This
-    # index times `group` overflows int32, so that their features get negative indices.
+    # index times `group` overflows int32, and the features of the missing groups get negative
+    # indices.
     there = (at >= 0) & (at < width)
     feature = tl.load(products + row * width + at, there, 0.0) + tl.load(bias + at, there, 0.0)
     if thresholds:

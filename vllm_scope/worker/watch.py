@@ -296,7 +296,7 @@ class Watch:
         return found
 
     def _collect(self, labels: Labels, lease: Lease, boundary: int | None) -> list[_Found]:
-        """The scores of watched requests that are in a lease."""
+        """The scores in a lease that belong to watched requests."""
         found: list[_Found] = []
         for layout, tokens, data in by_layout(
             labels.layouts, labels.layout_of, boundary, self._widths, lease.slots
@@ -314,8 +314,7 @@ class Watch:
         return found
 
     def _take_in(self, some: Iterable[_Found]) -> dict[int, _Watched]:
-        """Give scores to the probes that need them. Returns a dict that maps the keys of these
-        scores to their requests."""
+        """Give scores to the probes that need them. Returns the scores' requests by key."""
         found: dict[int, _Watched] = {}
         # If a request's tokens have several layouts, `some` has several items for this request.
         first, last = dict[int, int](), dict[int, int]()

@@ -87,8 +87,8 @@ def is_norm(name: str) -> bool:
 
 
 class _TestsRemoved(ast.NodeTransformer):
-    """Replaces each `if` whose result is known, also in expressions. The branch that runs takes the
-    place of the `if`."""
+    """Replaces each `if` statement and each `if` expression whose result is known. The branch that
+    runs takes the place of the `if`."""
 
     def __init__(self, answers: Mapping[_Place, bool]) -> None:
         self._answers = answers

@@ -114,12 +114,12 @@ def tap_rows(
         tap: [4] int32. The first number is this tap's column in `programs`. The second number is 0
             if this tap does nothing in this step, else 1. With 0, the tap returns before it reads
             `programs`. The other two numbers are not used.
-        host: [6] int64, six addresses. The first two are addresses of host memory. They are the
-            ring's slots, which only the kernel writes, and the faults, int32 by owner. The address
-            of the faults is 0 if this rank reports no faults. The other four are addresses of
-            tables on the rows' device: the registers, float32 [max_rows, REGISTERS]; the walks,
-            int32 [max_rows, 8]; the log of states, float32; and the rows' positions, int64. The
-            positions are read only for rows with a stride, and for operations in ADVANCING.
+        host: [6] int64, six addresses. The first two are addresses of host memory: of the ring's
+            slots, which only the kernel writes, and of the faults, int32 by owner. The address of
+            the faults is 0 if this rank reports no faults. The other four are addresses of tables
+            on the rows' device: the registers, float32 [max_rows, REGISTERS]; the walks, int32
+            [max_rows, 8]; the log of states, float32; and the rows' positions, int64. The positions
+            are read only for rows with a stride, and for operations in ADVANCING.
         slot_base: if the step is drained tap by tap, the first slot of this tap; else 0.
         slots_per_token: if the step is drained tap by tap, the number of slots of each token at
             this tap; else 0. If `slots_per_token` is not 0, the slot column of `tokens` contains

@@ -77,8 +77,8 @@ class Staging:
 
     def upload(self, buffer: Buffer, num_rows: int) -> None:
         """Enqueue the copy of the buffer's first `num_rows` rows. This method keeps its slices of
-        tensors for the next upload, because most decode steps have the same number of rows. A slice
-        of a tensor takes a third of the time that the enqueuing of the copy takes."""
+        tensors for the next upload, because most decode steps have the same number of rows. One new
+        slice takes a third of the time of one enqueued copy."""
         if buffer.first is None or buffer.num_first != num_rows:
             buffer.first, buffer.num_first = buffer.tensor[:num_rows], num_rows
         if self._num_first != num_rows:
