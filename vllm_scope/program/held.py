@@ -135,8 +135,8 @@ class Held:
 
     @property
     def vectors(self) -> dict[bytes, int]:
-        """The numbers whose sum is the number of vectors in the Cost. The key of each vector has
-        the number 1. The key of each probe's weight has the number of the weight's rows."""
+        """For each key, the number of vectors that the key adds to the Cost: 1 for the key of a
+        vector, and the number of rows for the key of a probe's weight."""
         return self._counted[2]
 
     @property

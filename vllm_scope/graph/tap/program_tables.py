@@ -336,7 +336,7 @@ class ProgramTables:
         self.num_delivered[numbers] = rows.num_delivered[rows.exists]
 
     def release_set(self, held: Held) -> None:
-        """Undo one `hold`. After the last hold, a small set stays on the device for a later
+        """Undo one `hold`. When no hold is left, a small set stays on the device for a later
         request. This set is dropped when its places are needed, or after MOST_IDLE_SETS other sets
         have become idle."""
         known = self._sets[held]
