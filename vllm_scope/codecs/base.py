@@ -37,8 +37,8 @@ class Codec(BaseModel):
 
     Attributes:
         lossless: True if the decoded rows equal the original rows bit for bit.
-        rowwise: True if each row can be decoded without the other rows. In this case, the first
-            axis of each part is the row.
+        rowwise: True if each row can be decoded without the other rows. In this case, each part has
+            one entry per row on its first axis.
         codec: the name by which the codec is chosen.
         hidden_size: the number of elements of a row.
         dtype: the dtype of the rows before they are encoded and after they are decoded.

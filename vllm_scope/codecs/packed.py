@@ -25,8 +25,8 @@ from vllm_scope.request.heads import CodecChoice, Encoding
 class Packing:
     """The byte range of each part in an encoded row.
 
-    Parts with the widest numbers come first, so that each part is aligned to the size of its
-    numbers.
+    Parts with larger numbers (in bytes) come first, so that the offset of each part is a multiple
+    of the size of its numbers.
 
     Attributes:
         codec: a rowwise codec.

@@ -51,9 +51,9 @@ class RandomProjection8(KeepsK):
     """Stores rows @ R, where R is a random matrix. The results (projections) are quantised as in
     `full8`. `decode` multiplies the projections by the pseudo-inverse of R. Of all rows with the
     same projections, the decoded row is the shortest. The relative error of a decoded row is about
-    sqrt(1 - k/hidden_size). A multiplication by the transpose of R would be unbiased. But the
-    relative error would then be about sqrt(hidden_size/k), so that the error would be larger than
-    the row.
+    sqrt(1 - k/hidden_size). The transpose of R in place of the pseudo-inverse would give an
+    unbiased row. But the relative error of this row would be about sqrt(hidden_size/k): the error
+    would be longer than the row.
 
     The first call of `prepare` or `encode` with a device makes R on this device.
 

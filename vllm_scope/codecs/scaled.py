@@ -17,8 +17,8 @@ from vllm_scope.codecs.base import Codec, RowPart
 #: The smallest normal float32. A smaller scale would lose bits, or would be flushed to zero.
 _TINY = torch.finfo(torch.float32).tiny
 #: The smallest scale of `quantise`, as a fraction of the largest absolute value of a row. float32
-#: cannot hold smaller differences. The fraction is a power of two, so that a constant row is
-#: decoded exactly.
+#: cannot hold smaller differences of such values. The fraction is a power of two, so that a row of
+#: equal numbers is decoded exactly.
 _FINEST = 2.0**-23
 #: `quantise` multiplies the range of a row by this number. With a division by 255, GPU and CPU
 #: could compute different scales (see `_Scaled._encode`).
@@ -59,8 +59,8 @@ class _Scaled(Codec):
 
 
 class Fp8(_Scaled):
-    """Stores values in float8_e4m3fn. A value keeps float8's full relative precision if it is not
-    much smaller than the others: at least 1/28,672 of the row's largest absolute value."""
+    """Stores values in float8_e4m3fn. A value keeps float8's full relative precision if its
+    absolute value is at least 1/28,672 of the row's largest absolute value."""
 
     limit: ClassVar[float] = torch.finfo(torch.float8_e4m3fn).max
     q_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
@@ -69,7 +69,8 @@ class Fp8(_Scaled):
 
 
 class Int8(_Scaled):
-    """Stores values as int8 from -127 to 127. Each row has the scale of vLLM's own int8 kernels."""
+    """Stores values as int8 from -127 to 127. The scale of a row is the scale that vLLM's own int8
+    kernels compute."""
 
     limit: ClassVar[float] = 127
     q_dtype: ClassVar[torch.dtype] = torch.int8
@@ -84,8 +85,8 @@ class Int8(_Scaled):
 def quantise(values: Tensor) -> dict[str, Tensor]:
     """Quantise float32 [n, m] to uint8 `q` [n, m], with float32 `scale` and `zero` [n, 1].
 
-    If all numbers of a row are equal, the range is 0. The scale of such a row is a tiny fraction of
-    the equal numbers, and (0 - zero) * scale gives these numbers.
+    If all numbers of a row are equal, the range of the row is 0. The scale is then a tiny fraction
+    of this number. All q are 0, and (q - zero) * scale gives the number again.
     """
     low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
     largest = torch.maximum(low.abs(), high.abs())

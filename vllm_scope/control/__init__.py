@@ -6,7 +6,7 @@ running.py         the running policy of one completion
 activity.py        the findings of monitors, in the form for callers
 tally.py           counts the findings of one monitor, in bounded memory
 background.py      base classes of objects that all requests share and vLLM must not copy
-backlog.py         does work for which answers do not wait, such as counting findings
+backlog.py         does work on a thread, such as counting findings; no answer waits for the work
 controller.py      changes server-wide edits after findings of monitors, within a rate and bounds
 bounded_edits.py   a controller's edits, and the bounds of the edits' scales
 """

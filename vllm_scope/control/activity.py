@@ -83,8 +83,8 @@ class Found:
             is not finite.
         slices: the slices of the last ten minutes in the order of time, without empty slices.
         recent: the last verdicts. The newest verdict is first.
-        escalations: the number of verdicts for the monitor's webhook, by the outcome of sending the
-            verdict (OUTCOMES).
+        escalations: the number of verdicts for the monitor's webhook. The key is the outcome of the
+            sending (OUTCOMES).
     """
 
     site: str

@@ -12,8 +12,8 @@ from typing import Self
 
 
 class Uncopied:
-    """An object that `deepcopy` does not copy. The SamplingParams of a request can refer to the
-    object until the request enters, and vLLM makes deep copies of SamplingParams."""
+    """An object that `deepcopy` does not copy. vLLM makes deep copies of SamplingParams. The
+    SamplingParams of a request can refer to the object until the request enters."""
 
     def __deepcopy__(self, memo: object) -> Self:
         return self

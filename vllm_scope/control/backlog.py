@@ -1,4 +1,4 @@
-"""A thread that does work for which answers do not wait, about 20 ms after the work was added.
+"""Does work on a thread, about 20 ms after the work was added. No answer waits for this work.
 
 Owns:  Backlog.
 Runs:  in the front-end. `add` and `work_off` can be called on any thread.

@@ -49,7 +49,8 @@ class Observation:
     Attributes:
         request_id, completion: the id of the request, and the index of its completion.
         name: the monitor's name, without its prefix.
-        value: the aggregate of all scores, or the largest score if the monitor has no aggregate.
+        value: the monitor's aggregate of all scores. If the monitor has no aggregate, the largest
+            score.
         position: the token position of `value`.
         verdict: True if the value was above the monitor's threshold at some position.
         time_s: the time at which the completion ended, in seconds of `time.time()`.
@@ -84,8 +85,9 @@ Callback = Callable[[Sequence[Observation], Mapping[str, float]], Change | None]
 
 
 class ServerEdits(Protocol):
-    """The server-wide edits of an engine, as a spec in JSON. The controller's thread calls `set`. A
-    thread that starts or closes the controller calls all methods. Each method can raise errors."""
+    """The server-wide edits of an engine, as a spec in JSON. The controller's thread calls `set`.
+    The threads that start or close the controller call all three methods. Each method can raise
+    errors."""
 
     def get(self) -> str | None: ...
 
@@ -158,7 +160,8 @@ class Controller(Uncopied):
         self._closed, self._thread = threading.Event(), threading.Thread()
         self._news = threading.Event()  # set by an observation, and when the controller is closed
         self._server: ServerEdits | None = None
-        #: Held while edits are set, so that `close` sets the earlier edits last.
+        #: A thread holds this lock while it sets edits. Therefore no change can follow after
+        #: `close` has restored the earlier edits.
         self._setting = threading.Lock()
         self._before: str | None = None
 
@@ -182,8 +185,8 @@ class Controller(Uncopied):
         thread calls this method.
 
         Returns:
-            Seconds to wait before the next call of this method, or None if the next call has
-            nothing to do before an observation comes.
+            The number of seconds to wait before the next call of this method. None if the next call
+            must wait for an observation.
         """
         self._news.clear()  # before `_seen` is read, so that no observation is missed
         if not self._seen:
@@ -314,7 +317,7 @@ class Controller(Uncopied):
         try:
             return await asyncio.shield(begun)
         except asyncio.CancelledError:
-            # The thread cannot be cancelled, and nobody else would close the controller.
+            # The thread cannot be cancelled, and no other code would close the controller.
             await asyncio.wait({begun})
             if begun.exception() is None:
                 await asyncio.to_thread(self.close)

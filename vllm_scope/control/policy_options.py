@@ -37,8 +37,8 @@ class PolicyOptions(BaseModel):
     Attributes:
         most_changes: the largest number of changes of scales in one request. A request waits until
             the device tables have room for all these changes.
-        timeout_s: limit of the time of all calls of a running policy in one step, in seconds. If
-            the calls take longer, the running policy is not called again.
+        timeout_s: the longest time, in seconds, that all calls of a running policy can take in one
+            step. If the calls take longer, the running policy is not called again.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -60,7 +60,7 @@ class PolicyConfig:
     own: Mapping[str, Any]
 
     def load(self) -> Loaded:
-        """Import the plugin, and make the plugin with the policy's own options.
+        """Import the plugin's class or function, and call it with the policy's own options.
 
         Raises:
             ConfigError: the plugin cannot be imported, refuses its options, or lacks a method.
@@ -95,8 +95,8 @@ class Loaded:
 
 
 def parse_policies(body: object) -> dict[str, PolicyConfig]:
-    """Parse the option `policies` to a mapping of names to PolicyConfigs. The option is an object
-    of options by name, or an array of names.
+    """Parse the option `policies`, and return the PolicyConfigs by name. The option is a JSON
+    object with the options of each policy by the policy's name, or an array of names.
 
     Raises:
         ConfigError: a policy or an option is wrong. The error's text names the policy or option,

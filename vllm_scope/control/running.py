@@ -5,9 +5,9 @@ Runs:  in the worker whose output EngineCore reads, on the thread that makes the
 From:  worker.watch (the scores).   To: core.news (sends new scales to every rank), the request's
        result (decisions).
 
-Promise: if a running policy raises an error, makes an impossible decision, takes too long or
-changes scales too often, the running policy is not called again. The last decision of such a policy
-has no effect, and the request keeps its scales. Other requests are not affected.
+Promise: a running policy fails if it raises an error, makes an impossible decision, takes too long
+or changes scales too often. A running policy that failed is not called again. Its last decision has
+no effect, and the request keeps its scales. Other requests are not affected.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Policies:
     """The policies of a worker.
 
     Args:
-        lag: number of steps by which the scheduler is ahead when the policy gets a step's scores. 1
-            with async scheduling, otherwise 0.
+        lag: when the policy gets a step's scores, the scheduler has already begun this number of
+            later steps. 1 with async scheduling, otherwise 0.
     """
 
     def __init__(self, loaded: Mapping[str, Loaded], lag: int) -> None:
@@ -116,8 +116,8 @@ class Steering:
         acts_from = None
         if new:
             acts_from = max(position, self._start.num_prompt_tokens - 1) + 1 + self._lag
-            # All changes at positions of the prompt apply from the same position, and count as one
-            # change.
+            # All changes that are decided at positions of the prompt apply from the same position
+            # on. They count as one change.
             self._num_changes += acts_from != self._last_from
             most = self._policy.options.most_changes
             if self._num_changes > most:

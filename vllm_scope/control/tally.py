@@ -91,16 +91,16 @@ class Tally(Uncopied):
         if not math.isfinite(distance):
             self._not_finite += 1
             return
-        # With the width 2 ** needed, _SIDE ranges contain the value: |distance| is less than
-        # _SIDE * 2 ** needed.
+        # If ranges have the width 2 ** needed, the value is in one of the _SIDE ranges next to the
+        # threshold: |distance| is less than _SIDE * 2 ** needed.
         needed = math.frexp(distance)[1] - _SIDE.bit_length() + 1 if distance else -1000
         if needed > self._exponent:
             self._ranges = _merged([(self._ranges, self._exponent)], needed)
             self._exponent = needed
         index = math.ceil(math.ldexp(distance, -int(self._exponent))) - 1
         # The worker compared float32 numbers, and this code compares float64 numbers. If the two
-        # comparisons differ, the worker's verdict decides on which side of the threshold the value
-        # counts.
+        # results differ, the value counts on the side of the threshold that the worker's verdict
+        # says.
         index = max(index, 0) if above else min(index, -1)
         self._ranges[index] = self._ranges.get(index, 0) + 1
 
@@ -120,12 +120,13 @@ class Tally(Uncopied):
 
 
 def _first_slice(now_s: float) -> int:
-    """The beginning of the first slice of the last MOST_SLICES slices, in seconds."""
+    """The beginning of the oldest of the last MOST_SLICES slices, in seconds."""
     return (int(now_s // SLICE_S) - MOST_SLICES + 1) * SLICE_S
 
 
 def _merged(some: Sequence[tuple[Mapping[int, int], float]], exponent: int) -> dict[int, int]:
-    """The sum of several counts, for each range. The result's ranges have the width 2 ** exponent.
+    """Add the counts of several mappings, range by range. In the result, a range has the width 2 **
+    exponent.
 
     Args:
         some: pairs of a mapping and an exponent. A mapping has the count of each range, by the
@@ -152,7 +153,8 @@ def joined(found: Sequence[Found], now_s: float) -> Found:
 
     Args:
         found: one Found for each process, at least one Found. All Founds must be from the same
-            setting of the same monitor. A Found can be old if its process had no new completion.
+            setting of the same monitor. A Found can be from an earlier time if its process has had
+            no completion since then.
         now_s: the current time, in seconds of `time.time()`.
     """
     begin_s = _first_slice(now_s)

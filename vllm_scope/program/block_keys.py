@@ -29,12 +29,12 @@ from vllm_scope.request.resolved import ResolvedEdit
 from vllm_scope.request.selectors import Ids, Tokens, Word
 
 #: If the edits of a request have more than MOST_EDITS parts (`_parts`), this module does not cache
-#: the request's _Block objects. vLLM's cache of KV blocks does not depend on this number.
+#: the request's _Block objects. This limit does not change which KV blocks vLLM caches.
 MOST_EDITS = 8
-#: The largest number of bytes of the whole cache, and of one entry. An entry is a _Blocks object,
-#: for one tuple of picks and one prompt length.
+#: REMEMBERED_BYTES: the largest number of bytes of the whole cache. MOST_BYTES: the largest number
+#: of bytes of one entry, which is a _Blocks object for one tuple of picks and one prompt length.
 REMEMBERED_BYTES, MOST_BYTES = 16 << 20, 1 << 20
-#: Measured bytes: of a _Blocks object without its picks, and of a _Block without its text.
+#: The measured bytes of a _Blocks object without its picks, and of a _Block without its text.
 _BLOCKS_BYTES, _BLOCK_BYTES = 1024, 640
 
 
@@ -102,8 +102,8 @@ class _Blocks:
         """Cache a _Block, if this object has room for the _Block."""
         with self._lock:
             size = self._num_bytes + _BLOCK_BYTES + len(block.text)
-            # If the cache has dropped this object, the cache does not count its bytes. Then nothing
-            # is added to this object.
+            # If the cache has dropped this object, the cache does not count this object's bytes. In
+            # this case nothing is added to this object.
             if size <= MOST_BYTES and _known.get(self._key) is self:
                 self._known[start, stop], self._num_bytes = block, size
                 _known.put(self._key, self, size)
@@ -118,8 +118,8 @@ class _Edited:
     Attributes:
         uniform: True if the picks depend only on the phase (prompt or generated).
         sees_ids: True if the picks also depend on the prompt's token ids.
-        shared: True if there are few picks, which use no token ids and name few positions. Each
-            _Block is then cached for other requests.
+        shared: True if there are few picks, and if these picks use no token ids and name few
+            positions. In this case each _Block is cached for other requests.
     """
 
     def __init__(self, given: tuple[Pick, ...]) -> None:
@@ -146,7 +146,8 @@ class _Edited:
             tokens = Tokens.running(positions, num_prompt, prompt_ids)
         else:
             tokens = Tokens(positions, num_prompt, np.full(len(positions), -1, np.int64), None)
-        #: The distinct sets of tokens that picks select in this block, numbered from 1.
+        #: The number of each distinct set of tokens that a pick selects in this block. The numbers
+        #: begin at 1.
         numbers: dict[bytes, int] = {}
         of_picks = np.zeros(len(self._picks), "<u4")
         for i, pick in enumerate(self._picks):
@@ -167,7 +168,7 @@ class BlockKeys:
 
     Args:
         own: empty, or bytes that no other request has. The bytes are needed if a policy can change
-            the scales of edits at generated tokens. Then no other request may use blocks with
+            the scales of edits at generated tokens: no other request may then use blocks with
             generated tokens of this request.
         shared: Resolved.shared, a cache for all requests of the spec. If None, there is no cache.
     """

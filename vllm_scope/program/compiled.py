@@ -48,7 +48,7 @@ from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.sites import LEVELS
 
 #: Limits of one request: the number of distinct programs, and the number of operations in all
-#: programs. The reason is the time of the thread that launches the model, which writes the programs
+#: programs. The reason for the limits: the thread that launches the model also writes the programs
 #: to the device's tables. If the request edits, or if taps score its rows, the thread writes all
 #: programs before the first step. This takes 0.3 us for each operation. If the request only reads,
 #: the thread writes a program in the first step that needs it. This takes 15 us for each program
@@ -59,8 +59,8 @@ MOST_PROGRAMS_WITH_EDITS, MOST_OPS_WITH_EDITS = 512, 1 << 13
 REMEMBERED_BYTES = 64 << 20
 _PROGRAM_BYTES, _OP_BYTES = 2048, 256
 
-#: Limits of the cache Compiled.counts: the number of its entries, and the numbers of edits and of
-#: columns of a request that can have an entry.
+#: The cache Compiled.counts has at most MOST_COUNTS entries. A request can have an entry if it has
+#: at most MOST_COUNTED_EDITS edits and at most MOST_COUNTED columns.
 MOST_COUNTS, MOST_COUNTED_EDITS, MOST_COUNTED = 8, 8, 64
 
 #: The values of all picks of a spec (Pick.values) for one token, [num_picks].
@@ -76,8 +76,8 @@ class _Programs:
     """Limits the memory of all built programs. The least recently used programs are dropped first.
 
     Each Compiled holds its own programs (`built`). When a Compiled is freed, its programs are freed
-    too. A dropped program is built again when a request needs it. A running request keeps its
-    programs, also if they are dropped here.
+    too. A dropped program is built again when a request needs it. If a program is dropped here,
+    running requests keep this program.
     """
 
     def __init__(self) -> None:
@@ -139,22 +139,23 @@ class Compiled:
 
     Attributes:
         reads: the values that tokens deliver, as (index of a pick, points, head). A head is a
-            computation on rows, such as a codec. It is None for plain rows. There is one entry for
-            each pair of a pick and a head.
+            computation on rows, such as a codec. For plain rows, the head is None. Each pair of a
+            pick and a head has one entry.
         edits: the edits, in the order in which they are applied.
         check: the boundary at which a tap checks that the rows of a request with edits are finite.
             None if the request has no edits, or if another pipeline stage makes the check.
         rows: for each point that an action reads, the first point with the same row
             (`compiler.rows_of`).
-        banks: the result of Resolved.banks_on_rows.
+        banks: the banks that the worker computes from copied rows, with their nets
+            (Resolved.banks_on_rows).
         scored: the linear probes that taps compute, as (index of a pick, point, operations). The
             operations compute the numbers of all these probes (a bank) from the row at the point.
         of_phase: the program of all tokens of a phase, which is the prompt or the generated tokens.
             The key is (True for generated tokens, RequestProgram.begun). This dict has entries only
             if all picks are uniform, that is, if each pick selects all tokens of a phase or none.
         phase_columns: the column of all tokens of a phase, by the keys of `of_phase`.
-        built: the program of a column, by the column's bytes. `programs` removes entries if memory
-            is short.
+        built: the program of a column, by the column's bytes. The object `programs` of this module
+            removes entries if memory is short.
         counts: for a tuple of columns: (number of programs, number of operations, indices of the
             edits that apply in at least one column). Empty if `_few` is False. Specs of one outline
             share this dict. (Specs of one outline differ only in the layers, vectors and numbers of
@@ -194,8 +195,8 @@ class Compiled:
 
     @cached_property
     def ref(self) -> weakref.ref[Compiled]:
-        """This object's key in `programs`. A later object can have the same `id`, but never an
-        equal weak reference."""
+        """This object's key in the module's object `programs`. A later Compiled can have the same
+        `id`, but never an equal weak reference."""
         return weakref.ref(self)
 
     @property
@@ -206,8 +207,8 @@ class Compiled:
     @cached_property
     def used(self) -> tuple[int, ...]:
         """The indices of the picks that `reads` and `edits` use, in ascending order. The other
-        picks belong to actions that this rank does not apply, and their values in a column are 0.
-        """
+        picks belong to actions that this rank does not apply. In a column, the values of these
+        other picks are 0."""
         found = {read[0] for read in self.reads} | {edit.pick for edit in self.edits}
         return tuple(sorted(found))
 
@@ -250,8 +251,8 @@ class Compiled:
 
     def program(self, column: Column) -> Program | None:
         key = column.tobytes()
-        # None is a valid entry, so that `self` stands for a missing entry. A test with `in` before
-        # the access would not be safe, because another thread can remove the key in between.
+        # None is a valid entry. Therefore `self` stands for a missing entry. A test with `in`
+        # before the access would not be safe, because another thread can remove the key in between.
         known = self.built.get(key, self)
         if not isinstance(known, Compiled):
             programs.use(self, key)
@@ -275,8 +276,9 @@ class Compiled:
 
     @cached_property
     def num_actions(self) -> int:
-        """The number of edits, points of `reads` and operations of `scored`. The first operation of
-        an entry of `scored` is not counted, because `reads` also has the entry's point."""
+        """The sum of three numbers: the edits, the points of `reads`, and the operations of
+        `scored`. The first operation of an entry of `scored` is not counted, because `reads` also
+        has the entry's point."""
         return (
             len(self.edits) + sum(len(points) for _, points, _ in self.reads)
             + sum(len(ops) - 1 for _, _, ops in self.scored)
@@ -320,10 +322,11 @@ class Compiled:
         return ColumnRange(columns, index, {column.tobytes(): column for column in each})
 
     def check_size(self, columns: Collection[Column]) -> None:
-        """Raise SpecError if columns need more programs or operations than a request may have."""
+        """Raise SpecError if these columns need more programs or operations than a request may
+        have."""
         most, most_ops = MOST_PROGRAMS, MOST_OPS
-        # Only edits cause the lower limits. If scores that taps compute also caused them, an
-        # operator's monitor could cause a refusal.
+        # Only edits cause the lower limits, and scores that taps compute do not. Otherwise an
+        # operator's monitor could cause the refusal of a request.
         if self.edits:
             most, most_ops = MOST_PROGRAMS_WITH_EDITS, MOST_OPS_WITH_EDITS
         if len(columns) > most:
@@ -372,13 +375,14 @@ class Compiled:
 
     @cached_property
     def _few(self) -> bool:
-        """True for a spec that does not read and has at most MOST_COUNTED_EDITS simple edits, such
-        as a cell of a sweep. The programs of such a spec are counted without a list of operations.
+        """True for a spec that does not read and has at most MOST_COUNTED_EDITS simple edits.
+        Usually the spec of a sweep's cell is such a spec. The programs of such a spec are counted
+        without a list of operations.
 
         An edit is simple if it has one operation in addition to at most one operation of its gate.
-        A `Replace` is simple only if it has one row. An edit whose gate has a state is not simple:
-        all edits of this gate at one place share an operation, so that the operations cannot be
-        counted edit by edit.
+        A `Replace` is simple only if it has one row. An edit whose gate has a state is not simple.
+        All edits of this gate at one place share an operation, and therefore the operations cannot
+        be counted edit by edit.
         """
         return not self.reads and len(self.edits) <= MOST_COUNTED_EDITS and all(
             edit.num_ops == 1 + len(edit.gate) <= 2
@@ -403,16 +407,16 @@ class Compiled:
     def takes_most(self) -> bool:
         """True if this spec uses at least as many entries of the device tables as any other spec of
         its outline."""
-        # This is so if all vectors of this spec have different keys. The keys of the vectors in the
-        # operations are compared: two vectors that differ only in length can become the same unit
-        # vector, which counts one time.
+        # This is true if all vectors in the operations have different keys. The vectors of the
+        # edits are not compared: two vectors that differ only in length can become the same unit
+        # vector in the operations. The tables then have this unit vector one time.
         keys = [key for some in self._keys for key in some] if self._few else []
         return self._few and len(set(keys)) == len(keys)
 
     @cached_property
     def _keys(self) -> list[list[bytes]]:
-        """For each edit, the keys of the vectors of the edit and of its gate. Valid if `_few` is
-        True."""
+        """For each edit, the keys of the vectors of the edit and of its gate. Use this property
+        only if `_few` is True."""
         found = []
         for edit in self.edits:
             ops = [op for _, op in edit.gate]
@@ -425,8 +429,9 @@ class Compiled:
     def _delivered(
         self, column: Column
     ) -> tuple[dict[Head | None, tuple[int, ...]], tuple[tuple[int, int], ...]]:
-        """The values that a token with this column delivers: the points of each head (None for
-        plain rows), and the attribute `also` of the token's Layout."""
+        """The values that a token with this column delivers. The first result has the points of
+        each head (the key None is for plain rows). The second result is the attribute `also` of the
+        token's Layout."""
         reads = [(points, head) for pick, points, head in self.reads if column[pick]]
         #: For each row, the first point that the request named.
         labels: dict[int, int] = {}

@@ -8,8 +8,7 @@ From:  request.resolve.   To: compiled (builds and keeps the programs), plan, ad
 The docstring of compiled.py explains the words pick, column, boundary, group and point.
 
 Promise: a token's program depends on the token's absolute position, and never on the step.
-Therefore the same rows are read and edited if a prefill is computed in chunks, or if tokens are
-computed again.
+Therefore a prefill in chunks, or a second computation of tokens, reads and edits the same rows.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from vllm_scope.request.selectors import Ids, Selector, Tokens
 from vllm_scope.request.sites import LEVELS, Place, Sites, boundary_of_point
 
 #: A step can compute at most this many positions after the end of a request. These are positions of
-#: draft tokens, and of a step that async scheduling has started before the end is known.
+#: draft tokens, or of a step that async scheduling started before the end was known.
 OVERSHOOT = 64
 #: A loop over all positions of a request handles this many positions at a time.
 POSITIONS_AT_ONCE = 4096
@@ -60,7 +59,8 @@ class Point(NamedTuple):
 
     Attributes:
         head: the head that is applied to the row. None for the plain row.
-        after: the same as in Probe: the name of the probe for whose verdict the action waits.
+        after: the name of the probe for whose verdict the action waits. None if the action waits
+            for no verdict.
     """
 
     tokens: Selector
@@ -71,7 +71,7 @@ class Point(NamedTuple):
 
 def points_of(asked: Resolved) -> tuple[Point, ...]:
     """The Points of the actions that need rows. If several probes of one bank need equal Points,
-    the result has one of them."""
+    the result has only one of these Points."""
     found: tuple[Point, ...] | None = asked.__dict__.get("_points")
     if found is None:
         # Cached, because many requests share a Resolved, which can have 1,000 probes.
@@ -94,7 +94,8 @@ def _points_of(asked: Resolved) -> Iterator[Point]:
 
 
 def rows_of(asked: Resolved, some: Resolved) -> dict[int, int]:
-    """For each point of the actions in `some`, the first of these points that has the same row.
+    """Maps each point of the actions in `some` to the lowest point of these actions that has the
+    same row.
 
     Two points of a boundary have the same row if no edit of `asked` is between them.
     """
@@ -121,14 +122,15 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
         return picks.setdefault((selector, use, positions, after), len(picks))
 
     rows = rows_of(asked, asked)
-    #: The points of each pick and head. Many probes can share one bank.
+    #: The points of each pair of a pick and a head. A dict drops equal points, because many probes
+    #: can share one bank.
     reads: dict[tuple[int, Head | None], dict[int, None]] = {}
     scored, scores = [], _scores(asked)
     edits = []
     made: dict[Hashable, tuple[Op, ...]] = {}
     gates = _gate_ops(asked)
-    # Actions at boundaries outside `here` also get picks. Therefore a column has the same meaning
-    # in every process.
+    # Actions at boundaries outside `here` also get picks, so that a column has the same meaning in
+    # every process.
     for tokens, point, head, after in points_of(asked):
         at = pick(tokens, "deliver", after=after)
         if boundary_of_point(point) in here and drains:
@@ -262,9 +264,9 @@ class RequestProgram:
     Attributes:
         prompt_ids: the prompt's token ids. Empty if all picks are uniform.
         later: pairs (first position, RequestProgram), in ascending order. From its first position
-            on, such a RequestProgram replaces the one before it.
-        begun: the names of the probes that have a verdict. If an action waits for the verdict of
-            another probe, the value of the action's pick is 0.
+            on, such a RequestProgram replaces the RequestProgram before it.
+        begun: the names of the probes that have a verdict. While an action waits for the verdict of
+            a probe that is not in `begun`, the value of the action's pick is 0.
     """
 
     num_prompt: int
@@ -303,8 +305,8 @@ class RequestProgram:
         return RequestProgram(num_prompt, np.asarray(ids, np.int64), compiled)
 
     def then(self, first: int, other: RequestProgram) -> RequestProgram:
-        """A RequestProgram that equals this object before the position `first`, and equals `other`
-        from `first` on. Its attribute `begun` is that of this object."""
+        """A RequestProgram with the programs of this object before the position `first`, and with
+        the programs of `other` from `first` on. The result has the `begun` of this object."""
         earlier = tuple(one for one in self.later if one[0] < first)
         return replace(self, later=(*earlier, (first, other.after(self.begun))))
 
@@ -329,14 +331,14 @@ class RequestProgram:
 
     @property
     def generated_is_uniform(self) -> bool:
-        """True if all prompt tokens get the same program, and all generated tokens get the same
-        program, which can be another one."""
+        """True if the program of a token depends only on the phase: all prompt tokens get one
+        program, and all generated tokens get one program."""
         return self._compiled.uniform
 
     @property
     def first_fixed(self) -> int:
-        """The first position from which on all tokens get the same program. This is the program of
-        `last` for generated tokens. Valid if `generated_is_uniform` is True."""
+        """A position. All tokens from this position on get the same program, which is the program
+        of `last` for generated tokens. Use this property only if `generated_is_uniform` is True."""
         if self.later:
             return self.later[-1][0]
         if not self.generated_is_uniform:
@@ -355,8 +357,8 @@ class RequestProgram:
     def told(self, firsts: Iterable[str]) -> RequestProgram:
         """The program that the planner must use after these probes have a verdict. Usually, this is
         the result of `after`. If the device tables do not have the programs of intermediate stages
-        (`_later_stages`), it is the program of the last stage. Code that reads the rows then drops
-        the scores of stages that have not begun."""
+        (`_later_stages`), it is the program of the last stage. The code that reads the rows then
+        drops the scores of stages that have not begun."""
         between = len(self._compiled.firsts) > 1 and not self.generated_is_uniform
         return self.last_stage if between else self.after(firsts)
 
@@ -413,9 +415,9 @@ class RequestProgram:
         """A program that delivers all values that any generated token can deliver.
 
         With drafts and async scheduling, the planner does not know a token's position when it plans
-        the step, and uses this program. Code that reads the rows drops the extra rows by their
-        labels. Edits cannot be undone later. Therefore the front-end has checked that edits of
-        generated tokens do not depend on the position.
+        the step. In this case the planner uses this program. The code that reads the rows later
+        drops the extra rows by their labels. Edits cannot be undone later. Therefore the front-end
+        has checked that edits of generated tokens do not depend on the position.
         """
         if self.generated_is_uniform:
             return self._of_phase(True)
@@ -455,8 +457,8 @@ class RequestProgram:
         return remembered_columns(key, made)
 
     def superset_columns(self) -> list[bytes]:
-        """The column of `generated_superset` now, and, if probes wait for verdicts, also the column
-        after all these verdicts."""
+        """The column of the present `generated_superset`. If probes wait for verdicts, also the
+        column of `generated_superset` after all these verdicts."""
         stages = (self, *self._later_stages())
         return [stage.superset_column().tobytes() for stage in stages]
 
@@ -465,8 +467,8 @@ class RequestProgram:
 
         Args:
             columns: the result of the method `columns`, from this process or another process.
-            key: a key that is equal for equal specs. If requests with equal specs share the
-                Compiled, `key` can be None.
+            key: a key that is equal for equal specs. `key` can be None if requests with equal specs
+                share one Compiled object.
         """
         return Held(self._compiled, columns, self._compiled.ref if key is None else key)
 
@@ -494,8 +496,8 @@ class RequestProgram:
 
     def _distinct_columns(self, num_positions: int) -> dict[bytes, Column]:
         found = self._columns_until(num_positions)
-        # The limits apply to each stage alone, so that a monitor's cascade does not cause a
-        # refusal.
+        # The limits apply to each stage alone. Otherwise a monitor's cascade could cause the
+        # refusal of a request.
         for stage in self._later_stages():
             found |= stage._columns_until(num_positions)
         return found
@@ -521,8 +523,8 @@ class RequestProgram:
         return found
 
     def _of_phase(self, generated: bool) -> Program | None:
-        """The program of all prompt tokens, or of all generated tokens. Valid if all picks are
-        uniform."""
+        """The program of all prompt tokens, or of all generated tokens. Call this method only if
+        all picks are uniform."""
         known, key = self._compiled.of_phase, (generated, self.begun)
         if key not in known:
             known[key] = self._compiled.program(self._phase_column(generated))
@@ -542,9 +544,9 @@ class RequestProgram:
         return known
 
     def cost_of_change(self, columns: Iterable[bytes]) -> Cost:
-        """The Cost of new programs for generated tokens. The request needs these programs when a
-        policy changes the scales of edits. The new programs use the same vectors as the old ones,
-        so that vectors are not counted again. `columns` is the result of the method `columns`."""
+        """The Cost of the new programs that generated tokens need when a policy changes the scales
+        of edits. Vectors are not counted, because the new programs use the vectors of the old
+        programs. `columns` is the result of the method `columns`."""
         if self.generated_is_uniform:
             columns = self.superset_columns()
         return self.held(columns).cost.without_vectors()

@@ -71,8 +71,7 @@ class Held:
         return self._compiled is compiled
 
     def find(self, columns: Iterable[Column]) -> list[int] | None:
-        """The indices of the programs of these columns. None if there is no program for one of
-        them."""
+        """The indices of the programs of these columns. None if a column has no program here."""
         try:
             return [self.index_of[column.tobytes()] for column in columns]
         except KeyError:
@@ -81,8 +80,8 @@ class Held:
     @property
     def few(self) -> bool:
         """True if it is faster to build programs one by one (`programs`) than together (`rows`).
-        This is so if there are few operations, or if no operation has a vector, because many
-        requests share such programs."""
+        One case is a request with few operations. The other case is a request without vectors,
+        because many requests share such programs."""
         compiled = self._compiled
         return not compiled.has_vectors or len(self) * compiled.num_actions <= _FEW
 
@@ -96,8 +95,8 @@ class Held:
 
     def rows(self, widths: Widths) -> TableRows:
         """The programs as rows of the op table, the device table of operations. The rows are
-        cached. If the worker runs in EngineCore's process, EngineCore calls this method first, so
-        that the thread that launches the model need not wait."""
+        cached. If the worker runs in EngineCore's process, EngineCore calls this method before the
+        worker does. The thread that launches the model then does not wait for the rows."""
         found = self._rows.get(widths)
         if found is None:
             found = self._rows[widths] = self._compiled.op_list.at(self._columns, widths)
@@ -136,8 +135,8 @@ class Held:
 
     @property
     def vectors(self) -> dict[bytes, int]:
-        """The number of vectors of each vector or probe's weight, by its key. A vector counts as 1.
-        A weight counts as the number of its rows."""
+        """For each key, the number of vectors that the key adds to the Cost: 1 for the key of a
+        vector, and the number of rows for the key of a probe's weight."""
         return self._counted[2]
 
     @property
@@ -146,7 +145,7 @@ class Held:
 
 
 def _masked(columns: Sequence[bytes], uses: NDArray[np.bool_]) -> list[bytes]:
-    """The columns with the value 0 for each pick that `uses` does not name."""
+    """A copy of the columns. In the copy, the value of each pick outside `uses` is 0."""
     data = (np.frombuffer(b"".join(columns), np.int32).reshape(-1, len(uses)) * uses).tobytes()
     size = 4 * len(uses)
     return [data[at : at + size] for at in range(0, len(data), size)]

@@ -23,10 +23,10 @@ import numpy as np
 from vllm_scope.request.heads import Head, Summed, Told
 from vllm_scope.request.sites import STREAM, boundary_of_point, kind_of_point
 
-#: The number of bytes of a slot, which is the unit of the arena. Rows and scores begin at a slot.
+#: The number of bytes of a slot. The arena is divided into slots. Rows and scores begin at a slot.
 SLOT_BYTES = 16
-#: A numpy dtype of the size of one slot. To gather slots as elements of this dtype takes a tenth of
-#: the time that single bytes would take.
+#: A numpy dtype of the size of one slot. With this dtype, the gathering of slots takes a tenth of
+#: the time that it takes with single bytes.
 SLOT = np.dtype(np.complex128)
 
 
@@ -85,7 +85,8 @@ class Layout:
 
     @cached_property
     def _kinds(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Each kind of site, with its points. Ascending points are also sorted by kind."""
+        """Each kind of site, with its points. Points of one kind are adjacent in `points`:
+        ascending points are also in the order of their kinds."""
         if self.points and kind_of_point(self.points[-1]) == STREAM:  # the usual case is fast
             return ((STREAM, self.points),)
         return tuple((kind, tuple(some)) for kind, some in groupby(self.points, kind_of_point))
@@ -105,8 +106,8 @@ class Layout:
         return next((points for one, points in self._kinds if one == kind), ())
 
     def rows_at(self, widths: Widths) -> Iterator[tuple[int, tuple[int, ...], int, int]]:
-        """For each kind, yield the kind, its points, the first slot of the rows of these points,
-        and the number of slots of one row."""
+        """For each kind, yield four values: the kind, its points, the first slot of their rows, and
+        the number of slots of one row."""
         first = 0
         for kind, points in self._kinds:
             num_slots = widths.row_slots[kind]
@@ -160,8 +161,9 @@ class Layout:
 
     @cached_property
     def _arena(self) -> Layout | None:
-        """The layout for `arena`. None stands for this object: an object that refers to itself
-        would stay in memory until Python collects cycles."""
+        """The layout for `arena`. None means that `arena` is this object itself. The object is not
+        stored here, because an object that refers to itself stays in memory until Python collects
+        cycles."""
         told = tuple(pair for pair in self.encoded if isinstance(pair[0], Told))
         if len(told) == len(self.encoded):
             return None
@@ -177,7 +179,7 @@ class Layout:
 
     @cached_property
     def _sent(self) -> Layout | None:
-        """The layout for `sent`. None stands for this object, as in `_arena`."""
+        """The layout for `sent`. None means that `sent` is this object itself, as for `_arena`."""
         kept = tuple(pair for pair in self.encoded if not isinstance(pair[0], Summed))
         return None if len(kept) == len(self.encoded) else Layout(self.points, kept, self.also)
 

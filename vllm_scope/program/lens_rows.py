@@ -23,8 +23,8 @@ def num_lens_rows(asked: Resolved, ids: Ids, max_tokens: int) -> int:
 
     Args:
         ids: the token ids of the prompt.
-        max_tokens: the largest number of sampled tokens. All of these except the last count,
-            because the last sampled token is never processed.
+        max_tokens: the largest number of sampled tokens. The last of these tokens does not count,
+            because the model never processes it.
     """
     if not asked.features:
         return 0
@@ -34,8 +34,9 @@ def num_lens_rows(asked: Resolved, ids: Ids, max_tokens: int) -> int:
 
 
 def _num_picked(selector: Selector, ids: Ids, num_generated: int) -> int:
-    """The number of tokens that the selector can select. It is not known yet which token is the
-    last. Therefore, for the selector "last", each token that can be the last one counts."""
+    """The number of tokens that the selector can select. Nobody knows yet which generated token
+    will be the last token. Therefore, for the selector "last", each token that can be the last
+    token counts."""
     num_prompt, found = len(ids), 0
     if selector.uniform:
         in_prompt, generated = map(selector.picks_phase, (False, True))

@@ -62,7 +62,8 @@ SETTERS = (OP_GATE, OP_GATE_COSINE, OP_GATE_CAST, OP_FEATURE)
 #:   EMA: a is the decay, b is 1 - decay, c the sharpness, d the sign, and e the threshold.
 #:   HYSTERESIS: with the score s, the gate opens if d * (s - a) > 0, and closes if d * (s - b) < 0.
 #:   For a latch, b is infinite.
-#:   PID: a is the setpoint. b, c, d are kp, ki and kd times the sign. e is the bound of the sum.
+#: PID: a is the setpoint. b, c, d are kp, ki and kd times the sign. e is the bound of the sum of
+#: the errors.
 OP_EMA, OP_HYSTERESIS, OP_PID = 15, 16, 17
 ADVANCING = (OP_EMA, OP_HYSTERESIS, OP_PID)
 #: The log has three numbers for each gate with a state and each position. One of them is the gate's
@@ -108,7 +109,7 @@ class Op(NamedTuple):
             state. A condition writes to this register, and other operations read it. -1 if there is
             no register.
         register: for a condition or a feature, the register that the operation sets. For an edit,
-            the register by whose number the change is multiplied. -1 if there is no register.
+            the register whose number multiplies the change. -1 if there is no register.
         told: where the operation stores a number for the caller: a probe's number, a gate's value,
             or an edit's dose (`||change|| / ||x||`). None if the caller does not want the number.
     """
@@ -161,8 +162,8 @@ class Program:
 
 
 class Cost(Struct, frozen=True):
-    """The number of entries that a running request uses in the device tables. The weight of a probe
-    counts as vectors, also if it is not in the tables.
+    """The number of entries that a running request uses in the device tables. Each row of a probe's
+    weight counts as a vector, also if the weight is not in the tables.
 
     Attributes:
         lens_rows: the number of rows to which the request's lenses are applied.
@@ -203,7 +204,7 @@ class Cost(Struct, frozen=True):
 
 
 def num_vectors(array: Array) -> int:
-    """The number of vectors in an array whose last axis has the elements of one vector."""
+    """The number of vectors in an array whose last axis is one vector."""
     return math.prod(array.shape[:-1])
 
 
@@ -222,8 +223,8 @@ def build_program(
         edits: for each site, by (boundary, group), the operations of the site's edits, in order.
         encoded, also: the attributes of Layout with these names.
         check: the boundary at which the row is checked, after all edits. None for no check.
-        seeing: the operations of probes and conditions, by (boundary, level). They get the row
-            after the first `level` groups of edits at the boundary.
+        seeing: the operations of probes and conditions, by (boundary, level). These operations get
+            the row after the first `level` groups of edits at the boundary.
     """
     if not (points or encoded or seeing):
         return _editing(edits, check)
@@ -271,8 +272,8 @@ _boundary_of = itemgetter(0)
 
 
 #: A function that returns the operations of an edit for a token. Its argument is the value of the
-#: edit's pick for the token (`Pick.values`): for a replacement, the number of the new row, counted
-#: from 1, and for other edits 1.
+#: edit's pick for the token (`Pick.values`). For a replacement, this is the number of the new row,
+#: counted from 1. For other edits, this is 1.
 OpsOf = Callable[[int], Sequence[Op]]
 
 
@@ -280,13 +281,13 @@ def edit_ops(edit: ResolvedEdit, made: dict[Hashable, tuple[Op, ...]], register:
     """Make a function that returns the operations of an edit for a token.
 
     Args:
-        made: a cache of operations by the content of edits, to which this function adds `edit`.
-            Edits that differ only in their streams share operations.
+        made: a cache of operations by the content of edits. This function adds the operations of
+            `edit` to the cache. Edits that differ only in their streams share operations.
         register: the register of the edit's gate. -1 if the edit has no gate.
     """
     if edit.kind == "replace":
         return partial(_replacing, edit, register)
-    # The edit caches its operations, because server-wide edits are compiled with each spec.
+    # The edit caches its operations, because a server-wide edit is compiled again for each spec.
     known: dict[int, tuple[Op, ...]] = edit.__dict__.setdefault("_ops", {})
     ops = known.get(register)
     if ops is None:
@@ -313,8 +314,8 @@ def _replacing(edit: ResolvedEdit, register: int, row: int) -> tuple[Op]:
         return (Op(OP_SET, 0, vector, register=register, told=edit.dose),)
     bits = values.numpy.view(np.int32)
     first = int((bits[:row] == bits[index]).all(1).argmax())
-    # The digest of the new Array is not computed, because that takes longer than all other work for
-    # a cell of a sweep. In its place, the Array gets the key under which EngineCore counts the row.
+    # The new Array gets the key under which EngineCore counts the row, and not its digest. To
+    # compute the digest would take longer than all other work for a cell of a sweep.
     numbers = values.numpy[index]
     vector = Array.known(numbers.shape, numbers.tobytes(), row_key(values, first))
     return (Op(OP_SET, 0, vector, register=register, told=edit.dose),)
@@ -333,8 +334,8 @@ def _row_of(values: Array, index: int) -> Array:
 
 
 def _feature_ops(edit: ResolvedEdit, encoder: Array, register: int) -> tuple[Op, ...]:
-    """The operations of an edit of features. The tap computes all features before it changes the
-    row."""
+    """The operations of an edit that changes features. The tap computes all features before it
+    changes the row."""
     computed, added = [], []
     for i in range(encoder.shape[0]):
         bias, threshold, a, d, active = edit.numbers[5 * i : 5 * i + 5]

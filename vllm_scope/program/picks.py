@@ -23,8 +23,8 @@ class Pick:
 
     Attributes:
         use: if "edit", the action applies to the tokens that the selector certainly selects. If
-            "deliver", the action also applies to tokens of which this is not known yet. (Code that
-            reads the rows drops the extra rows by their labels.)
+            "deliver", the action also applies to tokens that the selector may select. (The code
+            that reads the rows later drops the extra rows by their labels.)
         positions: the positions of a replacement's rows. Empty for other actions. A negative
             position counts from the prompt's end.
         after: the name of the probe for whose verdict the action waits. None if the action waits

@@ -21,9 +21,9 @@ from vllm_scope.program.picks import Pick
 from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.selectors import ITEM_BYTES, items_of, num_bytes_of
 
-#: If the picks together name more than MOST_ITEMS positions, their columns are not cached, because
-#: to hash such picks takes longer than to compute the columns. Positions of a Replace count two
-#: times: in `Pick.positions`, and in the pick's selector.
+#: If the picks together name more than MOST_ITEMS positions, their columns are not cached. For such
+#: picks, the hash takes longer than the computation of the columns. Positions of a Replace count
+#: two times: in `Pick.positions`, and in the pick's selector.
 MOST_ITEMS: Final = 64
 #: The largest number of bytes in each of the two caches.
 REMEMBERED_BYTES: Final = 16 << 20
@@ -51,7 +51,8 @@ class PicksKey:
     the key is made.
 
     Attributes:
-        num_bytes: the estimated memory of the picks, which a cache keeps as a part of the key.
+        num_bytes: the estimated memory of the picks. A cache that has this key also keeps the picks
+            in memory.
     """
 
     __slots__ = ("_hash", "num_bytes", "picks", "used")
@@ -76,7 +77,8 @@ class PicksKey:
 
 
 class RangeKey(NamedTuple):
-    """The key of a ColumnRange in the cache. Valid if the picks use no token ids."""
+    """The key of a ColumnRange in the cache. The key can be used only if the picks use no token
+    ids."""
 
     picks: PicksKey
     num_prompt: int

@@ -7,9 +7,9 @@ From:  compiled.   To: graph.tap.program_tables, core.admission.
 
 The docstring of compiled.py explains the words pick, column and point.
 
-Promise: the programs are equal to the programs that `Compiled.program` builds one by one. It is
-faster to compute all programs together. A request can have hundreds of programs and thousands of
-operations, and the thread that launches the model waits for the result.
+Promise: the programs are equal to the programs that `Compiled.program` builds one by one. But the
+computation of all programs together is faster. A request can have hundreds of programs and
+thousands of operations, and the thread that launches the model waits for the result.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class TableRows:
         index: int64 [num_columns], the program of each column.
         exists: bool [num_programs]; False for the program that does nothing.
         fixed: int32 [num_ops, 8]: code, register, source, and the numbers a to e as float32 bits.
-        words: int32 [num_ops, 2], where the operation writes its result, as an offset in words of 4
-            bytes. The first offset counts from the token's first slot. The second offset counts
-            from the token's first slot of the same tap. -1 if there is no result.
+        words: int32 [num_ops, 2], where the operation writes its result, as two offsets in words of
+            4 bytes. The first offset counts from the token's first slot. The second offset counts
+            from the token's first slot of the same tap. Both are -1 if there is no result.
         vector: int64 [num_ops], the index of the vector in `keys` and `vectors`, or -1 for none.
         following: int64 [num_ops], the index of the next operation at the same tap, or -1 for none.
         heads: int64 [num_heads], for each program and each of its taps, the index of the first
@@ -105,11 +105,11 @@ class _Selected:
         index: int64 [num_columns], the program of each column.
         exists: bool [num_programs]; False for the program that does nothing.
         here: bool [number of operations, num_programs], True if the program has the operation.
-        cells: bool [number of cells, num_programs], True if the program has the cell. If the
-            request names several points that have the same row, one further entry follows for each
-            of these points.
-        program, op, vector: int64 [num_ops]. For each operation, these are the index of its
-            program, its index in the OpList, and the index of its vector (-1 for none).
+        cells: bool [number of cells, num_programs], True if the program has the cell. After the
+            cells, there is one more entry for each point that shares its row with another point of
+            the request.
+        program, op, vector: int64 [num_ops]. For each operation: the index of its program, its
+            index in the OpList, and the index of its vector (-1 for none).
     """
 
     index: Ints
@@ -137,8 +137,9 @@ class OpList:
         """
         #: The picks that need each cell (head, point of the row).
         cells: dict[tuple[Head | None, int], list[int]] = {}
-        #: The picks that need each point, for points that share their row with another point. If
-        #: two tokens deliver the same row under different points, they have different programs.
+        #: The picks that need a point, for each point that shares its row with another point. If
+        #: two tokens deliver the same row under different points, the tokens have different
+        #: programs.
         names: dict[int, list[int]] = {}
         shared = {row for point, row in rows.items() if point != row}
         for pick, points, head in reads:
@@ -173,8 +174,8 @@ class OpList:
     def _set_presence(
         self, ops: Sequence[Listed], of_cells: Sequence[Sequence[int]], num_picks: int
     ) -> None:
-        # An operation that every token gets has no pick. It gets a further pick with the index
-        # `num_picks`, which selects every token.
+        # An operation that every token gets has no pick in `ops`. Here, such an operation gets a
+        # pick with the index `num_picks`, which selects every token.
         picks = [one.picks or (num_picks,) for one in ops] + list(of_cells)
         self._picks = np.array([pick for some in picks for pick in some], np.int64)
         self._starts = np.cumsum([0, *map(len, picks)])[:-1]
@@ -225,9 +226,10 @@ class OpList:
     def _set_stores(self, ops: Sequence[Listed], rows: Mapping[int, int]) -> None:
         """Set the places where operations store their results.
 
-        For an operation that reads, `_store` is the index of the row. For an operation that
-        computes a number of a bank, `_store` is the number of rows plus the index of the bank, and
-        `_index` is the index of the number in the bank. For any other operation, `_store` is -1."""
+        For an operation that reads, `_store` is the index of the row. Some operations compute a
+        number of a bank. For such an operation, `_store` is the number of rows plus the index of
+        the bank, and `_index` is the index of the number in the bank. For any other operation,
+        `_store` is -1."""
         told = {cell: len(self._rows) + i for i, cell in enumerate(self._told)}
         index, next_row = [], 0
         for one in ops:
@@ -246,9 +248,9 @@ class OpList:
         self._read_ops = np.flatnonzero([one.row >= 0 for one in ops])
 
     def _present(self, columns: NDArray[np.int32]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """For tokens with these columns: the operations that each token gets, bool [number of
-        operations, num_columns], and the values that each token delivers, in the form of
-        `_Selected.cells`."""
+        """What tokens with these columns get. The first array has the operations of each token,
+        bool [number of operations, num_columns]. The second array has the values that each token
+        delivers, in the form of `_Selected.cells`."""
         picked = np.ones((len(columns) + 1, columns.shape[1]), bool)
         np.greater(columns, 0, out=picked[:-1])
         has = picked[self._picks]
@@ -304,7 +306,7 @@ class OpList:
         following = np.arange(1, len(op) + 1)
         following[heads[1:] - 1] = -1
         following[-1:] = -1
-        used = np.zeros(len(self._keys) + 1, bool)  # the last entry is for no vector
+        used = np.zeros(len(self._keys) + 1, bool)  # the last entry stands for no vector
         used[found.vector] = True
         given = np.flatnonzero(used[:-1]).tolist()
         vector = np.full(len(used), -1, np.int64)
@@ -355,7 +357,7 @@ class OpList:
 
 
 def _firsts(rows: NDArray[np.float32]) -> Ints:
-    """For each row, [num_rows], the index of the first row with the same bits."""
+    """The index of the first row with the same bits, for each row: [num_rows]."""
     sums = rows.view(np.int32) @ _marks(rows.shape[1])
     _, firsts, index = np.unique(sums, return_index=True, return_inverse=True)
     found: Ints = firsts[index]

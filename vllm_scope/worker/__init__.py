@@ -24,5 +24,5 @@ device_sums.py the sums of one name, place and label
 squares.py     kernels for these sums
 lens.py        computes the likeliest tokens of many rows together, with the model's unembedding
 score_store.py scores of KV blocks, for requests that use the prefix cache
-watch.py       scores of running requests, for probes that stop requests, cascades and policies
+watch.py       scores of running requests, for policies, cascades, and probes that stop requests
 """

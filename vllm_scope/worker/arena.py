@@ -38,8 +38,8 @@ class StreamFence:
         self._hurry: Callable[[], None] = _nothing
 
     def put_off(self, hurry: Callable[[], None]) -> None:
-        """Record that another thread will enqueue the copy later. If `wait` is called before this
-        copy is enqueued, `wait` calls `hurry`."""
+        """Record that another thread will enqueue the copy later. If a thread calls `wait` earlier
+        than that, `wait` calls `hurry`."""
         self._enqueued, self._hurry = threading.Event(), hurry
 
     def set(self) -> None:
@@ -89,8 +89,9 @@ class Arena(SpanRing[Region]):
     def __init__(self, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(num_slots)
         shape = (num_slots, SLOT_BYTES // dtype.itemsize)
-        # The tensor is filled now, so that a CPU's process gets all pages of the tensor at once.
-        # Otherwise the process would grow while it runs, which would look like a memory leak.
+        # The tensor is filled now, so that on a CPU the process gets all pages of the tensor at
+        # once. Otherwise the memory of the process would grow later, which would look like a memory
+        # leak.
         self.slots = torch.empty(shape, dtype=dtype, device=device).fill_(0)
         self._new_fence = StreamFence if device.type == "cuda" else HostFence
 

@@ -57,8 +57,9 @@ class Waiting:
         """
         if self.ended and not (self.steps and step.is_done):
             return False
-        # The tokens of a Keep item are in a ring of the store. While the item waits, at most
-        # MOST_STEPS_KEPT more steps may add tokens to this ring.
+        # A Keep item concerns scores in a ring of the store. While the item waits, at most
+        # MOST_STEPS_KEPT more steps may add scores to this ring. More steps could overwrite the
+        # item's scores.
         late = bool(self.kept) and len(self.steps) >= MOST_STEPS_KEPT
         return not self.steps or (not late and may_join(self.steps, step))
 
@@ -96,8 +97,8 @@ class Deliverer:
         waiting = Waiting()
         stored: list[Stored] = []
         for item in items:
-            # A function in `items` changes no scores in the ring. Therefore the scores of the
-            # Stored items before and after the function can be one batch.
+            # If a function is between two Stored items, their scores can still be one batch,
+            # because the function changes no scores in the ring.
             if stored and isinstance(item, Rows | Finish):
                 self._write_all_stored(stored)
                 stored = []
@@ -157,9 +158,9 @@ class Deliverer:
             logger.exception("vllm-scope: rows could not be delivered")
 
     def write(self, steps: Sequence[Rows]) -> None:
-        """Wait until the rows of some steps are in the ring, then give the rows to the sink and
+        """Wait until the rows of some steps are in the ring. Then give the rows to the sink, and
         release the leases of these steps. The sink does not get the rows of a step whose copy
-        failed. `may_join` must be True for these steps."""
+        failed. Before the call, `may_join` must have accepted each step after the first."""
         try:
             waiting = [step for step in steps if step.waits]
             lost = {id(step) for step in waiting} - set(map(id, self._filler.fill_waiting(waiting)))

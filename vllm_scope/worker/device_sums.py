@@ -4,11 +4,11 @@ Owns:  DeviceSums.
 Runs:  on the threads of worker.summing.   To: batch.sums.
 
 Promise: sums are float64. The product of two 16-bit numbers is exact in float32. Therefore, for
-16-bit rows on a GPU, worker.squares adds the products of at most MOST_AT_ONCE rows in float32, and
-then adds the result to the float64 sums. All other products are computed in float64. Because the
-matrix x x^T is symmetric, most numbers below its diagonal are not computed. All vectors and
-matrices lie in the argument `room` of the constructor. The methods `add` and `read` run in torch's
-inference mode, which vLLM also uses for its steps.
+16-bit rows on a GPU, worker.squares adds products in float32. After at most MOST_AT_ONCE rows,
+worker.squares adds the result to the float64 sums. All other products are computed in float64.
+Because the matrix x x^T is symmetric, most numbers below its diagonal are not computed. All sums
+are in the memory `room`, an argument of the constructor. The methods `add` and `read` run in
+torch's inference mode, which vLLM also uses for its steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: A float64 copy of rows has at most this many bytes.
 COPY_BYTES = 32 << 20
-#: On a GPU, the products of at most this many 16-bit rows are added in float32 at a time.
+#: On a GPU, one call of `add_squares` gets at most this many 16-bit rows, and adds their products
+#: in float32.
 MOST_AT_ONCE = 8192
 
 
@@ -49,8 +50,8 @@ class DeviceSums:
 
     Attributes:
         kind: (covariance, targets).
-        missing: the number of rows that are missing from at least one of these sums, because the
-            device ran out of memory in `add` or `read`.
+        missing: the number of rows that are missing from at least one of these sums. Rows are
+            missing if the device ran out of memory in `add` or `read`.
     """
 
     def __init__(

@@ -73,8 +73,8 @@ class Drain:
         saes, moments_bytes, joins, drafts: The same as for Filler.
 
     Attributes:
-        defers: True on a GPU. If True, `submit_stored` wakes the drain thread only if the watch has
-            requests. Otherwise `nudge` wakes the thread later.
+        defers: True on a GPU. If `defers` is True and the watch has no requests, `submit_stored`
+            does not wake the drain thread. `nudge` then wakes the thread later.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class Drain:
         self._summing, self._stream = self.filler.summing, self.filler.stream
         self._deliverer = Deliverer(self.filler, ring, sink, widths, store)
         self._pace = Pace()
-        # The size of the ring limits the length of this queue, because each step with rows for the
-        # sink has a lease on slots of the ring.
+        # The size of the ring limits the length of this queue: each step with rows for the sink has
+        # a lease on slots of the ring.
         self._items: deque[Item] = deque()
         self._closing = False
         #: `_num_unseen`: how many slots were submitted since the drain thread last processed items.
@@ -130,8 +130,9 @@ class Drain:
         self.filler.packer.hold(key, encodings, banks)
 
     def warm(self, call: Callable[[], None]) -> None:
-        """On a GPU, call a function on the drain's stream, before the first step. The memory that
-        the function allocates and frees is then reused on this stream. On a CPU, do nothing."""
+        """On a GPU, call a function on the drain's stream, before the first step. Later work on
+        this stream then reuses the memory that the function allocates and frees. On a CPU, do
+        nothing."""
         if self._stream.is_cuda:
             self._stream.warm(call)
 
@@ -234,8 +235,8 @@ class Drain:
     def submit_written(self, lease: Lease, labels: Labels, positions: Tensor | None) -> None:
         """Deliver rows that taps on a GPU write directly into the ring.
 
-        Such rows need no copy on the side stream, only one event. For a small step, enqueuing the
-        copy takes the host longer than the copy takes the device.
+        Such rows need no copy on the side stream, only one event. For a small step this saves time,
+        because the host needs longer to enqueue a copy than the device needs to run it.
         """
         if positions is not None:
             positions = to_host(positions)
@@ -272,10 +273,10 @@ class Drain:
 
     def nudge(self) -> None:
         """Let the drain thread deliver stored scores. If the drain thread sleeps, the thread wakes
-        up at once. If the drain thread is in a long rest, the thread ends this rest only if many
-        slots wait, or if a running request is followed (`follow`). Call this method after the
-        launch of the step that follows `submit_stored`. The drain thread then works while the
-        device computes this step."""
+        up at once. If the drain thread is in a long rest, the rest ends in two cases only: many
+        slots wait, or a running request is followed (`follow`). Call this method after the launch
+        of the step that follows `submit_stored`. The drain thread then works while the device
+        computes this step."""
         if not self._unseen_scores:
             return
         self._unseen_scores = False
@@ -325,7 +326,7 @@ class Drain:
 
     def hurry(self) -> None:
         """Let the drain thread process its items now, without rest. Call this method if another
-        thread waits for the drain thread, or if no request runs that this work could delay."""
+        thread waits for the drain thread, or if no request with taps is running."""
         self._pace.hurry()
 
     def settle(self) -> None:
@@ -369,9 +370,9 @@ class Drain:
         self._pace.wake()
 
     def _show(self, step: Rows, watch: Watch) -> Rows | None:
-        """Give a step to the watch. On a CPU, this method copies the rows to the ring now, because
-        the watch may need the rows before the drain thread would copy them. Returns the step that
-        the drain thread will process, or None if the step's rows are lost."""
+        """Give a step to the watch. On a CPU, this method copies the rows to the ring now. The
+        drain thread could copy the rows too late for the watch. Returns the step that the drain
+        thread will process, or None if the step's rows are lost."""
         if step.copied is None:
             if not self.filler.fill_waiting([step]):
                 return None

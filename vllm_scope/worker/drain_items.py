@@ -58,9 +58,10 @@ class Rows(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def is_done(self) -> bool:
-        """True if the device has written these rows to the ring, or, for a deferred step, to the
-        region. On a CPU, always True. False after an error of the device, because a wait for the
-        event would raise this error."""
+        """True if the device has written these rows to the ring. If the step is deferred
+        (worker.filler), True if the device has written the rows to the region. On a CPU, always
+        True. False after an error of the device, because a wait for the event would raise this
+        error."""
         event = self.copied or self.tapped
         try:
             return event is None or event.query()
@@ -138,8 +139,8 @@ def may_join(steps: Sequence[Rows], item: Rows) -> bool:
 
 
 def lie_together(run: Sequence[Rows] | Sequence[Stored], item: Rows | Stored) -> bool:
-    """True if `item` follows `run` in the ring, has the same layouts, and has at most MOST_BYTES
-    together with `run`. If True, Stored items can be one batch."""
+    """True if `item` follows `run` in the ring and has the same layouts, and if both together have
+    at most MOST_BYTES. If True, Stored items can be one batch."""
     first, last = run[0], run[-1]
     return (
         item.lease.start == last.lease.stop
@@ -150,9 +151,9 @@ def lie_together(run: Sequence[Rows] | Sequence[Stored], item: Rows | Stored) ->
 
 def adjacent(steps: Sequence[Rows], joins: bool) -> Iterator[list[Rows]]:
     """Divide a list of steps into runs of adjacent steps. If `joins` is False, each run has one
-    step. `may_join` must be True for these steps. In a run of several steps, the rows are adjacent
-    in the arena and in the ring, and no row is added to sums. Therefore heads can be applied to all
-    rows of a run together."""
+    step. Before the call, `may_join` must have accepted each step after the first. In a run of
+    several steps, no row is added to sums, and the rows are adjacent in the arena and in the ring.
+    Therefore heads can be applied to all rows of a run together."""
     run: list[Rows] = []
     for step in steps:
         if run and not (joins and _follows(run[-1], step)):

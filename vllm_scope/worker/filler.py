@@ -6,10 +6,11 @@ Runs:  `copy` and `put_off` on the worker's thread, `fill_waiting` on the drain 
        a watch needs the rows of a step, `fill_waiting` runs on the worker's thread.
 From:  drain, deliverer.   To: packer, summing, the leases.
 
-On a GPU, a small step is usually deferred (`put_off`) if it has features, a lens, or probes that no
-tap computes, and if no watch needs its rows. The drain thread later copies the rows of several
-deferred steps together. The device then needs fewer launches, and reads large weights one time for
-all of these steps. The worker's thread enqueues the copies of all other steps.
+On a GPU, a small step is usually deferred (`put_off`) under two conditions. The step has features,
+a lens, or probes that no tap computes. No watch needs the step's rows. The drain thread later
+copies the rows of several deferred steps together. The device then needs fewer launches, and reads
+large weights one time for all of these steps. The worker's thread enqueues the copies of all other
+steps.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class Filler:
             loses rows then fails.
 
     Attributes:
-        failed: maps the key of a running request to an error: a head has failed, or the request
-            fails because it lost rows.
+        failed: maps the key of a running request to the error with which the request will end. The
+            reason is that a head has failed, or that the request lost rows.
     """
 
     def __init__(
@@ -183,20 +184,20 @@ class Filler:
         lease: Lease,
         positions: Tensor | None,
     ) -> tuple[torch.cuda.Event | None, Tensor | None]:
-        """Enqueue the copy of a region to its lease. Returns the event after the copy (None if the
-        rows are lost), and a copy of `positions` on the host (None if `positions` is None)."""
+        """Enqueue the copy of a region to its lease. Returns the event after the copy, and a copy
+        of `positions` on the host. The event is None if the rows are lost."""
         if positions is not None:
             positions = to_host(positions)
-        # If rows are added to sums, later steps query this event. In this case the next step must
-        # not record the same event again.
+        # If rows are added to sums, the sums query this event in later steps. In this case the next
+        # step must not record the same event again.
         written = self.stream.wait_for_taps(lasting=labels.sums)
         copied, whole = self.stream.event(), True
         with self.stream.entered():
             try:
                 self._fill(region, labels, boundary, lease, positions, written.query)
             except Exception:
-                # The encoding of rows can fail if no device memory is left. The engine's step
-                # continues.
+                # If no device memory is left, the encoding of rows can fail. The engine's step must
+                # continue after this error.
                 logger.exception("vllm-scope: rows could not be encoded")
                 self.stream.synchronize()  # after this call, no kernel writes to the lease
                 whole = False
@@ -221,15 +222,14 @@ class Filler:
             lease.slots.copy_(self._arena.view(region).view(torch.uint8), non_blocking=True)
 
     def _fail(self, keys: Collection[int], why: str) -> None:
-        """Record the error that these requests will have when they end, and stop keeping their
-        scores."""
+        """Record the error with which these requests will end, and stop keeping their scores."""
         self.failed.update(dict.fromkeys(keys, why))
         self._forget(keys)
 
     def lose(self, labels: Labels) -> None:
         """Stop keeping scores of requests that lost rows. These requests report the lost rows as
-        dropped. With drafts, these requests fail, because an earlier row of a rejected draft could
-        otherwise stand in place of a lost row."""
+        dropped. With drafts, these requests fail: otherwise the row of a rejected draft could be
+        delivered for a position whose own row is lost."""
         keys = set(labels.keys.tolist())
         if self._drafts:
             self._fail(keys, ROWS_LOST)

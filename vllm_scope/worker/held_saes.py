@@ -3,8 +3,9 @@
 Owns:  DeviceSae (the encoder of one SAE on the device), `hold_saes`, and PairMaker (the protocol of
        DeviceSae and DeviceLens).
 Runs:  in workers that have a drain. SAEs are loaded when the worker starts. The drain thread
-       computes features. On a GPU, a step can be deferred or not (worker.filler). For a step that
-       is not deferred, the worker's thread enqueues the computation on the drain's stream.
+       computes features. On a GPU, the drain thread does this only for deferred steps
+       (worker.filler). For the other steps, the worker's thread enqueues the computation on the
+       drain's stream.
 From:  saes.sae.   To: packer.
 
 Promise: the host never waits for the device. Products of rows and weights need about 2 * MOST_BYTES
@@ -26,9 +27,9 @@ from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
 from vllm_scope.request.heads import LensKey
 from vllm_scope.saes.sae import Sae
 
-#: The products of one launch have at most this many bytes. For an SAE of 65,536 features, these are
-#: the products of 1,024 rows. The products of 768 rows took 1.5 ms in two launches, and 0.95 ms in
-#: one launch (H100).
+#: The products of one launch have at most this many bytes. For an SAE of 65,536 features, one
+#: launch computes the products of up to 1,024 rows. For 768 rows, the products took 1.5 ms in two
+#: launches, and 0.95 ms in one launch (H100).
 MOST_BYTES = 256 << 20
 #: If weights are in float8, at most this many bytes of weights are unpacked at a time.
 UNPACKED_BYTES = 32 << 20
@@ -49,7 +50,8 @@ def hold_saes(
     saes: Iterable[Sae], most_mib: float, dtype: torch.dtype, device: torch.device,
     fp8: bool = False,
 ) -> dict[str, DeviceSae]:  # fmt: skip
-    """Maps the name of each SAE to its encoder on the device. Empty if `most_mib` is 0.
+    """Load encoders to the device, and return them by the name of the SAE. If `most_mib` is 0, load
+    no encoder.
 
     Args:
         most_mib: additional_config['scope'].saes_mib.
@@ -84,7 +86,7 @@ class PairMaker(Protocol):
 
     def pack(self, rows: Tensor, count: int) -> Tensor:
         """uint8 [num_rows, bytes of whole slots]: for each row, `count` int32 indices, then `count`
-        float32 values, then zeros up to the end of a slot.
+        float32 values. Zeros fill the last slot of the row.
 
         Args:
             rows: [num_rows, width], on the device.
@@ -99,8 +101,8 @@ class DeviceSae:
         dtype: The dtype of rows. If `fp8` is False, weights are rounded to this dtype. Sums are
             float32.
         fp8: True if weights are float8_e4m3fn with a float32 scale for each feature (the format of
-            codecs.scaled.Fp8). Parts of the weights are converted to the dtype of rows, without
-            rounding, when they are used.
+            codecs.scaled.Fp8). Before a product, a part of the weights is converted to the dtype of
+            rows, without rounding.
     """
 
     def __init__(
@@ -233,8 +235,8 @@ def packed_pairs(
         most_rows: The largest number of rows in one call of the function `found`.
         found: A function that returns the values and the indices for n rows, each [n, at most
             count].
-        absent: The index of the missing pairs, if `found` returns fewer than `count` pairs. The
-            value of these pairs is 0.
+        absent: If `found` returns fewer than `count` pairs, the missing pairs get this index, and
+            the value 0.
     """
     packed = empty_pairs(rows, count)
     if absent:

@@ -86,7 +86,7 @@ class KeptSums:
         end = 0
         for key, (one, start) in self._sums.items():
             shift = start - end
-            # The sums move by `shift` bytes. They are copied in parts of at most `shift` bytes,
+            # The sums move by `shift` bytes. The sums are copied in parts of at most `shift` bytes,
             # because such a part does not overlap its target.
             for first in range(start, start + one.num_bytes, shift) if shift else ():
                 size = min(shift, start + one.num_bytes - first)

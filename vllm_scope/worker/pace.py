@@ -8,12 +8,12 @@ The drain thread delivers several steps at a time. A request is followed if its 
 while the request runs, or if a sink other than `memory` gets its rows. After the thread has
 delivered steps, it usually rests for LINGER_S if a request is followed, else for LINGER_UNSEEN_S.
 If a request has ended, this rest is shorter, because the request's caller waits for the last rows.
-The drain thread shares the GIL with the thread that launches the model. If the drain thread wakes
-up for each step of 1 ms, the launching thread loses a third of its speed (measured on an H200, with
-the shape of a 0.5B model). On a GPU, the drain thread therefore starts no work during a launch.
-Longer rests save time of the front-end. The front-end needs 0.6 ms for a message with the rows of
-one step, and 0.7 to 0.9 ms for a message with the rows of 16 steps (measured with 16 requests, on
-two busy cores).
+The drain thread shares the GIL with the thread that launches the model. If each step takes 1 ms and
+the drain thread wakes up for each step, the launching thread loses a third of its speed (measured
+on an H200, with the shape of a 0.5B model). On a GPU, the drain thread therefore starts no work
+during a launch. Longer rests save time of the front-end. For a message with the rows of one step,
+the front-end needs 0.6 ms. For a message with the rows of 16 steps, it needs only 0.7 to 0.9 ms
+(measured with 16 requests, on two busy cores).
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ Runs:  `hold` and `num_slots` on the worker's thread, `release_all` on the drain
        stream.
 From:  filler.   To: codecs.packed, probe_bank, held_saes, lens.
 
-Promise: the host never waits for the device. The number of kernel launches depends on the number of
-pairs (layout, head) and on the number of bytes, but not on the number of rows. A head gets at most
-CHUNK_BYTES of raw rows in one call. This limits the extra memory.
+Promise: the host never waits for the device. The number of kernel launches grows with the number of
+pairs (layout, head) and with the number of chunks. In one chunk, a head gets at most CHUNK_BYTES of
+raw rows. This limits the extra memory.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ CHUNK_BYTES = 16 << 20
 MOST_PROJECTIONS = 8
 #: The first three fields of a _Move.
 _Kind = tuple[Head | tuple[Bank, ...] | None, int, int]
-#: Maps a `_Kind` to pairs of arrays. One array has the first slots of rows in the region, and the
-#: other array has their first slots in the chunk. In `_uniform_chunks`, slots are counted from the
-#: first slot of a token.
+#: Maps a `_Kind` to pairs of arrays. One array has the first slots of rows in the region. The other
+#: array has the first slots of the same rows in the chunk (_Chunk). In `_uniform_chunks`, slots are
+#: counted from the first slot of a token.
 _Found = dict[_Kind, list[tuple[Ints, Ints]]]
 
 
@@ -450,8 +450,9 @@ def _sizes(labels: Labels, boundary: int | None, widths: Widths) -> tuple[Ints, 
 
 
 def _weight(layout: Layout, widths: Widths) -> int:
-    """The number of slots that one token needs in a chunk. This is the larger of two numbers: the
-    slots of the token's raw rows in one call of a head, and the slots that the token delivers."""
+    """The number of slots that one token needs in a chunk. This is the larger of two numbers of
+    slots. One is for the token's raw rows in one call of a head. The other is for the values that
+    the token delivers."""
     counts: Counter[object] = Counter()
     for (head, num_slots, _), sources, _ in _places(layout, widths):
         # Several banks can be computed in one call. Each SAE has its own call.

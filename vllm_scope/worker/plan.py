@@ -6,10 +6,10 @@ From:  program.compiler (for each request), engine.worker.runners (StepBatch).
 To:    step_plan (puts the rows in order).
 
 Promise: a plan depends only on the requests and the batch. If no request has taps, a step needs
-only one test of a dict. Some requests have one program for all their tokens from the step's first
-token on. numpy plans all these requests together. Python code plans all other requests one by one.
-Usually the other requests still compute prompt tokens, or have selectors that pick single generated
-tokens.
+only one test of a dict. If a request has the same program for all its tokens from now on, numpy
+plans the request together with all others of this kind. Python code plans the other requests one by
+one. Usually these requests still compute prompt tokens, or have selectors that pick single
+generated tokens.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Planner:
     @property
     def is_steady(self) -> bool:
         """True if the next step can reuse the last plan. The next step reuses the plan if it has
-        the same requests without changes, each one token later. The next plan then has the same
-        array object `program_ids`. If `is_steady` is False, the next plan has a new array."""
+        the same requests without changes, each one token later. A reused plan keeps the array
+        object `program_ids`. If `is_steady` is False, the next plan has a new array."""
         return self._steady is not None
 
     def key_of(self, req_id: str) -> int | None:
@@ -106,8 +106,8 @@ class Planner:
         """Plan a request's tokens from now on.
 
         Args:
-            held: If the request's programs have vectors, every program that the request's tokens
-                can get; else None. The tables reserve room for all of these programs now.
+            held: Every program that the request's tokens can get, if these programs have vectors;
+                else None. This call reserves room in the tables for all of these programs.
             logged: The range of the log in which the states of the request's gates are stored.
 
         Raises:
@@ -196,8 +196,9 @@ class Planner:
 
     def begin_stages(self, req_id: str, firsts: Sequence[str]) -> None:
         """From now on, plan a request's tokens with the probes that waited for the verdicts of
-        `firsts`. Such a probe then also scores tokens before the first position of its stage. Code
-        that reads scores drops these scores, by the positions in the labels.
+        `firsts`. Such a probe then also scores tokens before the first position of its stage. The
+        code that reads scores drops these extra scores. The code finds these scores by the
+        positions in the labels.
 
         Raises:
             CapacityError: the tables have no room for the programs. In this case, the request is
@@ -211,8 +212,8 @@ class Planner:
         new: tuple[Holding, ...] = ()
         generated = NO_PROGRAM
         try:
-            # Tokens before the last change can be computed again. Therefore every part needs its
-            # programs.
+            # Tokens before the last change can be computed again. Therefore the tables need the new
+            # programs of every part, not only of the last part.
             for since, one in program.parts:
                 more, generated = self._hold(since, one, None, known)
                 new = (*new, *more)

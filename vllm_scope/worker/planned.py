@@ -1,4 +1,4 @@
-"""The requests with taps, as arrays with one entry per request, and each request's programs.
+"""The requests that use taps: arrays with one entry per request, and each request's programs.
 
 Owns:  Requests, Holding, `find_ids`.
 Runs:  in every worker, before the forward, on the CPU. No method waits for the device.

@@ -3,8 +3,9 @@
 Owns:  DeviceBank (the weights of one bank), DeviceStack (the weights of several similar banks),
        Banks (the banks that requests hold).
 Runs:  in workers that have a drain. The worker's thread loads weights. The drain thread computes
-       the numbers of nets. On a GPU, a step can be deferred or not (worker.filler). For a step
-       that is not deferred, the worker's thread enqueues the computation on the drain's stream.
+       the numbers of nets. On a GPU, the drain thread does this only for deferred steps
+       (worker.filler). For the other steps, the worker's thread enqueues the computation on the
+       drain's stream.
 From:  request.nets (weights).   To: packer.
 
 Promise: one matrix product in float32 computes the first layers of all nets of a bank. The weights
@@ -35,7 +36,7 @@ MOST_STACKED = 1 << 20
 #: The largest number of bytes of weights in all cached stacks. A single stack can have more bytes.
 MOST_STACK_BYTES = 64 << 20
 #: The result of one product has at most this many bytes. If the outputs of the first layers for all
-#: rows have more bytes, the rows are divided into several products.
+#: rows have more bytes, the rows are divided, and each part of the rows gets its own product.
 MOST_BYTES = 64 << 20
 _HIDDEN = {
     "relu": torch.relu,
@@ -158,8 +159,8 @@ def _to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Banks:
-    """The banks that running requests hold, and the banks that were released last (up to
-    IDLE_BYTES).
+    """The banks that running requests hold. In addition, the banks that were released most
+    recently, up to IDLE_BYTES.
 
     Args:
         entered: A function that returns the context in which banks are loaded.

@@ -60,7 +60,7 @@ class _Run:
     Attributes:
         step: the number of the step. If a position was computed twice, the values of the later step
             are correct.
-        slots: the indices of the token's bytes that `data` contains; None if `data` contains all
+        slots: which bytes of each token `data` contains, as indices; None if `data` contains all
             bytes.
     """
 
@@ -80,8 +80,8 @@ class _Run:
 
 
 class _Singles:
-    """For each request, a ring with the scores of the request's last positions. If a step computes
-    only one token of a request, the token's scores are stored in this ring."""
+    """For each request, a ring with the scores of the request's last positions. The ring gets a
+    token's scores if the step computes only this one token of the request."""
 
     def __init__(self, span: int, token_bytes: int) -> None:
         self._span = span
@@ -259,11 +259,11 @@ class ScoreStore:
         return np.concatenate([np.zeros(0, np.int64), *found])
 
     def keep(self, filled: Iterable[Filled]) -> None:
-        """Make blocks from the collected tokens of some requests. EngineCore assumes that the store
-        keeps all of these blocks, but the store does not keep incomplete blocks. `take_missing`
-        returns the keys of the incomplete blocks, for EngineCore."""
-        #: Maps the id of a ring to those requests in the ring that have filled one block each. This
-        #: is the usual case in decoding.
+        """Make blocks from the collected tokens of some requests. The store does not keep
+        incomplete blocks. EngineCore at first assumes that the store keeps all of these blocks.
+        Later EngineCore gets the keys of the incomplete blocks from `take_missing`."""
+        #: Requests that have filled exactly one block each, by the `id` of their ring. This is the
+        #: usual case in decoding.
         decoding: dict[int, list[tuple[_Collected, Filled]]] = {}
         for one in filled:
             collected = self._requests.get(one.key)
@@ -312,8 +312,8 @@ class ScoreStore:
         if block is not None:
             self._blocks[block_hash, probes] = block
             return
-        # The store can have an older block with this key, whose scores come from other weights of
-        # the model.
+        # The store can have an older block with this key. Its scores can come from earlier weights
+        # of the model, and must not stay.
         self._blocks.pop((block_hash, probes), None)
         self._missing.append((block_hash, probes))
 
@@ -368,8 +368,8 @@ class ScoreStore:
         return bool(self._missing)
 
     def take_missing(self) -> list[ScoreKey]:
-        """The keys of the blocks that could not be kept or found since the last call. Any thread
-        can call this method."""
+        """The keys of the blocks that the store could not keep or find since the last call. Any
+        thread can call this method."""
         # The list is not replaced by a new list, because the drain thread can add a key at the same
         # time.
         found = self._missing[:]

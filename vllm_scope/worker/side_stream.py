@@ -68,9 +68,9 @@ class SideStream:
         these taps.
 
         Args:
-            lasting: If False, the next step records the same event again. The wait of this stream
-                stays correct, but the caller must not query the event after this step. If True, the
-                event is new.
+            lasting: If False, the next step records the same event again. The side stream still
+                waits for the right taps, but the caller must not query the event after this step.
+                If True, the event is new.
         """
         written = torch.cuda.Event() if lasting else self._tapped
         written.record(self._stream_of_taps())

@@ -4,10 +4,10 @@ Owns:  `add_squares`, `column_sums` and `load`, with two Triton kernels.
 Runs:  on the threads of worker.device_sums, on GPUs.
 
 Promise: products of 16-bit numbers are exact in float32. But a GPU's matrix unit truncates the sums
-that it computes. After 5,000 rows, a sum of the matrix unit would be too small, by 2e-5 of its
-value for bfloat16 rows and by 3e-5 for float16 rows. Therefore the matrix unit adds the products of
-at most CHAIN rows. The kernel then adds the sums of the matrix unit in float32, with rounding. At
-the end of a call, the kernel adds this total to the float64 sums.
+that it computes. After 5,000 rows, a sum of the matrix unit would be too small. The relative error
+would be 2e-5 for bfloat16 rows and 3e-5 for float16 rows. Therefore the matrix unit adds the
+products of at most CHAIN rows. The kernel then adds the sums of the matrix unit in float32, with
+rounding. At the end of a call, the kernel adds this total to the float64 sums.
 """
 
 from __future__ import annotations

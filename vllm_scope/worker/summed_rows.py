@@ -46,8 +46,8 @@ class SummedRequest:
 
     @property
     def sure(self) -> int:
-        """A position. The rows at smaller positions can be added to sums, because they belong to
-        the prompt, or to generated tokens whose next token is also accepted."""
+        """A position. The rows at smaller positions can be added to sums: they belong to the
+        prompt, or to generated tokens whose next token is also accepted."""
         return max(self.num_prompt, self.accepted - 1)
 
 

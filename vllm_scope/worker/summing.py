@@ -6,14 +6,13 @@ Runs:  in workers that have a drain. On a CPU, `add` runs on the drain thread, o
        work is enqueued on the drain's stream. All other methods can run on both threads.
 From:  filler, drain.   To: kept_sums.
 
-Promise: for each action, the row at each position of a request is added at most one time, and only
-if the token at this position was accepted. Rows of the prompt are added when they are computed.
-Rows of generated tokens wait on the device, because a draft can be rejected, and because async
-scheduling can compute rows after a request's end. EngineCore sends the number of accepted tokens
-when it schedules a request, and when the request ends. The row of a generated token is added only
-if the next token was also accepted, because the last token of a result has no row. If several rows
-of one position wait, the last row is added. After the row of a position was added, later rows of
-this position are ignored.
+Promise: each action adds the row of a position at most one time, and only if the token at this
+position was accepted. Rows of the prompt are added when they are computed. Rows of generated tokens
+wait on the device, for two reasons: a draft can be rejected, and async scheduling can compute rows
+after a request's end. EngineCore sends the number of accepted tokens when it schedules a request,
+and when the request ends. The last token of a result has no row. Therefore the row of a generated
+token is added only if the next token was also accepted. If several rows of one position wait, the
+last row is added. After the row of a position was added, later rows of this position are ignored.
 
 If rows cannot be added, the sums count these rows as missing, and `add` raises no error.
 """
@@ -45,9 +44,9 @@ logger = logging.getLogger("vllm.vllm_scope")
 #: additions are much smaller, a GPU needs more time to start a kernel than to add the rows.
 CHUNK_BYTES = 64 << 20
 #: Rows of generated tokens wait until their tokens are accepted. If the waiting rows have more than
-#: MOST_BYTES, `add` calls `_settle`, which adds the accepted rows. `add` also calls `_settle` if,
-#: since the last call, more than MOST_STEPS steps have added waiting rows, or more than MOST_STEPS
-#: requests have ended.
+#: MOST_BYTES, `add` calls `_settle`, which adds the accepted rows. `add` also calls `_settle` if
+#: more than MOST_STEPS steps have added waiting rows since the last call, or if more than
+#: MOST_STEPS requests have ended since then.
 MOST_BYTES, MOST_STEPS = 64 << 20, 256
 
 
@@ -140,8 +139,9 @@ class Summing:
                     except Exception:
                         logger.exception("vllm-scope: rows could not be added to their sums")
                         self._lose(head.number, points, self._owners(step.keys, head.number))
-            # A mark excludes all smaller positions. Positions are marked after all layouts were
-            # processed, because the tokens of a later layout can have smaller positions.
+            # `mark` records the last added position of each request (Owners.reach). After this,
+            # rows at smaller positions are ignored. Tokens of a later layout can have smaller
+            # positions. Therefore the marks come after all layouts.
             for mark in reached:
                 mark()
             if len(self._waiting) > num_waiting and labels is not self._last_step:

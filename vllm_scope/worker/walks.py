@@ -5,8 +5,8 @@ Runs:  in every worker, before the forward, on the CPU. No method waits for the 
 From:  plan (requests and positions), core.admission (the requests' ranges of the log).
 To:    tap.tables (the walks of the rows).
 
-Promise: a gate has only one state at each position. In each step, all tokens before a request's
-first row are accepted. Therefore the states at the positions of these tokens are final. When a
+Promise: a gate has only one state at each position. In each step, all tokens of a request before
+its first row in this step are accepted. Therefore the states of these tokens are final. When a
 preempted request starts again, the log already has the states of all its generated tokens except
 the last one. These states are not computed again.
 """

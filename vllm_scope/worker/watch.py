@@ -41,8 +41,8 @@ logger = logging.getLogger("vllm.vllm_scope")
 #: The numbers of one cell: the positions [n], and the numbers at these positions, float32 [n,
 #: numbers of the probe].
 _Numbers = tuple[Ints, torch.Tensor]
-#: The scores of one request in one step: the request's key, the positions, and for each cell of the
-#: request's probes the numbers. The numbers are None if the batch does not have the cell.
+#: The scores of one request in one step: the request's key, the positions, and the numbers of each
+#: cell of the request's probes. If the batch does not have a cell, its numbers are None.
 _Found = tuple[int, Ints, list["torch.Tensor | None"]]
 #: Positions [n], and the values at these positions, float32 [n].
 _Values = tuple[Ints, torch.Tensor]
@@ -70,8 +70,8 @@ class _Probe:
 
     Attributes:
         waiting: for each cell, the received numbers at positions that were not read yet.
-        first: the first stage for whose verdict this probe waits, or None.
-        next: values at positions below `next` were read.
+        first: the probe (a first stage) for whose verdict this probe waits, or None.
+        next: a position. The values at all smaller positions were read.
         told: True after `judge` has returned the probe's verdict.
     """
 
@@ -127,11 +127,11 @@ class _Probe:
 
 @dataclass
 class _Watched:
-    """A request with a policy, or with a probe that can stop the request or is a first stage.
+    """A request with a policy, with a first stage, or with a probe that can stop the request.
 
     Attributes:
         firsts: the same as in Resolved.
-        accepted: tokens at positions below `accepted` are accepted.
+        accepted: a position. The tokens at all smaller positions are accepted.
     """
 
     req_id: str
@@ -242,9 +242,8 @@ class Watch:
         self._open.append(self._steps[-1])
 
     def settle(self) -> None:
-        """Copy the scores of watched requests, and release the leases of their steps.
-        `HostRing.acquire` calls this method while it waits for a lease, because the ring is
-        full."""
+        """Copy the scores of watched requests, and release the leases of their steps. If the ring
+        is full, `HostRing.acquire` calls this method while it waits for room."""
         for step in tuple(self._open):
             with _logged():
                 self._look(step)
@@ -284,7 +283,7 @@ class Watch:
         for key, watched in reached.items():
             with _logged():
                 judged = self._judged(key, watched)
-                # True if later scores cannot have a consequence for the request.
+                # True if no later score can have a consequence for the request.
                 told = not watched.sees and all(
                     one.told or not (one.probe.stops or one.probe.name in watched.firsts)
                     for one in watched.probes
@@ -297,7 +296,7 @@ class Watch:
         return found
 
     def _collect(self, labels: Labels, lease: Lease, boundary: int | None) -> list[_Found]:
-        """The scores of watched requests that are in a lease."""
+        """The scores in a lease that belong to watched requests."""
         found: list[_Found] = []
         for layout, tokens, data in by_layout(
             labels.layouts, labels.layout_of, boundary, self._widths, lease.slots
@@ -315,8 +314,7 @@ class Watch:
         return found
 
     def _take_in(self, some: Iterable[_Found]) -> dict[int, _Watched]:
-        """Give scores to the probes that need them. Returns a dict that maps the keys of these
-        scores to their requests."""
+        """Give scores to the probes that need them. Returns the scores' requests by key."""
         found: dict[int, _Watched] = {}
         # If a request's tokens have several layouts, `some` has several items for this request.
         first, last = dict[int, int](), dict[int, int]()
@@ -337,8 +335,8 @@ class Watch:
         for key, watched in found.items():
             sure = last[key]
             if self._drafts:
-                # Only generated tokens of this step can still be rejected. The prompt's tokens are
-                # accepted, and so are all tokens before this step.
+                # Only generated tokens of this step can still be rejected. All tokens of the prompt
+                # and all tokens before this step are accepted.
                 sure = max(first[key], min(sure, watched.num_prompt))
             watched.accepted = max(watched.accepted, sure)
         return found

@@ -4,8 +4,8 @@ Owns:  the traced code around the op.
 Runs:  in the model's forward. The worker installs the taps before the first compiled call.
 
 Promise: if no row is edited, the module computes the same values as without taps. If q, k or v is a
-slice of wider rows, the op gets a copy of only this slice. Otherwise the compiler would copy the
-wider rows.
+slice of wider rows, the op gets a copy of this slice. Without this copy, the compiler would copy
+the whole wider rows.
 """
 
 from __future__ import annotations

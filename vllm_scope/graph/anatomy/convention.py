@@ -5,20 +5,21 @@ Owns:  Convention; `convention_of`, which reads the convention from the source o
 Runs:  one time, after the model is loaded.
 From:  source.   To: layers.
 
-Promise: if the convention is not certain, the model gets no taps. Two independent signs must agree:
-the values that a layer returns, and how the model uses these values (in its loop over the layers,
-or as arguments of the final norm). If the signs disagree or are not understood, supposed.py must
-find the convention from the numbers of a forward. If supposed.py finds no convention, the model
-gets no taps.
+Promise: if the convention is not certain, the model gets no taps. Two independent signs must agree.
+One sign is the values that a layer returns. The other sign is how the model uses these values, in
+its loop over the layers or as arguments of the final norm. If the signs disagree or are not
+understood, supposed.py must find the convention from the numbers of a forward. If supposed.py finds
+no convention, the model gets no taps.
 
 Most decoder layers of vLLM 0.32 return (hidden, residual), and the stream is their sum. Some layers
 return one tensor. Other layers return a pair whose `hidden` already contains the residual. For
-these layers, hidden + residual would be wrong without an error. Their forward has the unconditional
-statement `residual = hidden_states`. If this statement depends on a condition, the layer is
-refused, except if the condition is that there is no residual.
+these layers, hidden + residual would be a wrong stream, and no error would show it. The forward of
+such a layer has the statement `residual = hidden_states` outside of every `if`. If a layer has this
+statement inside an `if`, the layer is refused. Only a test whether there is a residual is allowed.
 
-There are two special cases at the model's end. The final norm can return its residual unchanged
-(Cohere). Layers can return None as the residual, and then the model adds no residual (Gemma 4).
+There are two special cases at the model's end. In one case, the final norm returns its residual
+unchanged (Cohere). In the other case, the layers return None as the residual, and the model adds no
+residual (Gemma 4).
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def convention_of(layer: nn.Module, model: nn.Module) -> Convention:
     """The convention of a decoder layer inside its model.
 
     Raises:
-        CompatError: there is no source code, more than one loop calls layers, or the two signs of
-            the convention (see the top of this file) are not understood or disagree.
+        CompatError: there is no source code, or more than one loop calls layers. Or the two signs
+            of the convention (see the top of this file) are not understood or disagree.
     """
     name, outer = type(layer).__name__, type(model).__name__
     forward = forward_of(layer)
@@ -77,8 +78,8 @@ def convention_of(layer: nn.Module, model: nn.Module) -> Convention:
 
 
 def final_norm_of(model: nn.Module) -> str | None:
-    """The name of the model's attribute that is the only norm after the layers. None if the model
-    calls several norms, or no norm, after the layers."""
+    """The attribute name of the norm that the model calls after its layers. None if the model calls
+    several norms, or no norm, after the layers."""
     forward = _model_forward(model)
     end = max(node.end_lineno or 0 for node in ast.walk(forward) if isinstance(node, ast.For))
     found = {
@@ -238,7 +239,7 @@ def _joins_residual(forward: ast.FunctionDef, model: nn.Module) -> bool:
 
 
 def _leaves_residual(norm: nn.Module | None) -> bool:
-    """True if a norm uses its second argument only to return this argument unchanged."""
+    """True if a norm only returns its second argument unchanged, and does not compute with it."""
     if norm is None:
         return False
     forward = forward_of(norm)

@@ -1,4 +1,4 @@
-"""Decoder layers that call Python functions before and after they run.
+"""Decoder layers that call Python functions before and after the layer's forward.
 
 Runs:  in models that are not compiled. Functions can be installed at any time.
 
@@ -17,10 +17,10 @@ from vllm_scope.graph.anatomy.convention import Convention
 from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.graph.anatomy.tapped import parameters, rebuilt
 
-#: The arguments are the layer's number, a bool (True before the layer runs, False after the layer
-#: ran), and the tensors `hidden` and `residual`. The stream is `hidden`, or hidden + residual if
-#: there is a residual. `hidden` and `residual` are [num_tokens, hidden_size]. A function may edit
-#: the tensors in place.
+#: The arguments are the layer's number, a bool, and the tensors `hidden` and `residual`. The bool
+#: is True before the layer runs, and False after the layer ran. The stream is `hidden`, or hidden +
+#: residual if there is a residual. `hidden` and `residual` are [num_tokens, hidden_size]. A
+#: function may edit the tensors in place.
 Call = Callable[[int, bool, Tensor, Tensor | None], None]
 
 

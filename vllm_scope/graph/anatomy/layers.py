@@ -27,7 +27,7 @@ class Anatomy:
         num_layers: the number of layers of the whole model, in all pipeline stages.
         convention: how the stream is computed from the values that a layer returns.
         path: the name of the module list that contains the layers.
-        attention: for each layer with taps on q, k, v or z, the module that is called with q, k and
+        attention: for each layer with taps on q, k, v or z, the module whose forward gets q, k and
             v.
         projections: for each layer with a tap on `mlp_post`, the module whose input is `mlp_post`.
         routers: for each layer with a tap on `router_logits`, the router of the layer's experts.
@@ -40,7 +40,8 @@ class Anatomy:
         norm_here: the module of the norm after the last layer. None if `norm` is None, or if
             another pipeline stage has the module.
         unread: the reason why the source is not understood. None if the source is understood. If
-            there is a reason, `convention` is a supposition that numbers must prove.
+            there is a reason, `convention` is only a supposition, which the numbers of a forward
+            must prove.
     """
 
     layers: dict[int, nn.Module]
@@ -79,7 +80,8 @@ def find_anatomy(
 
     Raises:
         UnreadError: the source code of the layers or of the model is not understood.
-        CompatError: no list or more than one list fits, or the layers have different conventions.
+        CompatError: the model has no list of layers, or several lists that can be the layers. Or
+            the layers have different conventions.
     """
     path, parent, layers = _decoder_of(model, num_layers, is_missing, has_cache)
     try:
@@ -109,9 +111,9 @@ def supposed_anatomies(
         unread: the reason why the source is not understood.
 
     Raises:
-        CompatError: no list or more than one list fits (see `find_anatomy`). Or the module that
-            contains the layers does not have exactly one norm, or this worker does not have that
-            norm.
+        CompatError: the model has no list of layers, or several lists that can be the layers. Or
+            the module that contains the layers does not have exactly one norm. Or this worker does
+            not have that norm.
     """
     path, parent, layers = _decoder_of(model, num_layers, is_missing, has_cache)
     norms = [name for name, _ in parent.named_children() if is_norm(name)]

@@ -7,8 +7,8 @@ From:  source.   To: tapped.
 Promise: a layer is accepted only if its source meets three conditions. Between the calls of
 attention and MLP, exactly one norm has the whole stream as its input. This norm adds the residual
 (`hidden, residual = norm(hidden, residual)`), or follows directly after `residual = hidden`. Every
-path through the forward calls the attention and the norm. (Gemma also has a norm of the attention's
-output alone. The input of that norm is not the stream.)
+path through the forward calls the attention and the norm. (Gemma has another norm, whose input is
+only the attention's output, and not the stream.)
 """
 
 from __future__ import annotations

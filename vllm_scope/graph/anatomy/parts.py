@@ -43,7 +43,8 @@ def install_part_taps(
         The boundaries that have a tap on this worker.
 
     Raises:
-        ConfigError: `ln_final` is configured, and the model's source does not show that norm.
+        ConfigError: `ln_final` is configured, but the model's source does not show the norm after
+            the layers.
     """
     parts = {Place(MLP_SITE, number): one for number, one in anatomy.projections.items()}
     parts |= {Place(ROUTER_SITE, number): one for number, one in anatomy.routers.items()}
@@ -76,8 +77,9 @@ def input_of(module_class: type) -> str | None:
 def _tapped_input(base: type, site: str, size: int, split: Split | None) -> type[nn.Module]:
     name = input_of(base)
     at = 0 if name is None else parameters(base).index(name)
-    # If attention and MLP are parallel or have no norm, other modules can have the same input. An
-    # edit must not change the input of these other modules. Therefore the tap gets a copy.
+    # If attention and MLP are parallel or have no norm, other modules can get the same input
+    # tensor. An edit must not change the input of these other modules. Therefore the tap gets a
+    # copy of the tensor.
     copies = site in BLOCK_SITES
 
     class Tapped(base):

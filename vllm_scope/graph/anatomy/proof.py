@@ -46,14 +46,15 @@ _STEPS, _LEAST = 4, 1e-5
 
 @dataclass(frozen=True)
 class Findings:
-    """The findings of one forward of a model whose rows agree with its convention.
+    """The findings of one forward whose rows agree with the model's convention.
 
     Attributes:
-        wrong_sites: the sites at which a tap would not read the rows that the site's name promises,
-            each with the reason.
-        moved: the layers whose input stream differs from the stream that the layer before returned.
-        num_equal: the number of comparisons that found no difference.
-        untold: maps a description of rows that could not be compared to the layers of these rows.
+        wrong_sites: the sites at which a tap would read other rows than the site's name says, each
+            with the reason.
+        moved: the layers that get another stream than the layer before returned.
+        num_equal: the number of comparisons whose rows were equal, except for rounding.
+        untold: the rows that could not be compared. The key is a description of the rows, and the
+            value is their layers.
         streams: the stream that each layer returns, [num_tokens, hidden_size] in float32.
     """
 
@@ -219,8 +220,9 @@ class _Faults:
         return _stream(hidden, residual)
 
     def _input_of(self, norm: nn.Module | None) -> Tensor | None:
-        """The rows that a norm normalizes. None if the norm did not run exactly one time, or if the
-        values that the norm returned do not show which rows these are."""
+        """The rows that a norm normalizes: `hidden`, or hidden + residual. None if the norm did not
+        run exactly one time. Also None if the returned values do not show which of the two rows the
+        norm normalizes."""
         calls = [] if norm is None else self.norms.get(norm, [])
         if len(calls) != 1:
             return None
@@ -239,8 +241,8 @@ class _Faults:
         return None
 
     def _gap(self, one: Tensor | None, other: Tensor | None, what: str, number: int) -> float:
-        """The largest relative error of a row. 0 if the error is small enough to be rounding, or if
-        the rows cannot be compared."""
+        """The largest relative error of a row. 0 if this error can be a rounding error, or if the
+        rows cannot be compared."""
         error = None
         if one is not None and other is not None and one.shape == other.shape:
             error = row_error(one, other)

@@ -5,9 +5,9 @@ Runs:  one time, after the model is loaded.
 To:    convention, middle, layers, watched.
 
 A forward can test the module's own flags (`if self.do_layer_norm_before:`). If the module's
-attributes give the result of a test, `forward_of` keeps only the branch that runs. (Modules of vLLM
-do not change these attributes after the model is loaded.) Otherwise `forward_of` keeps both
-branches.
+attributes determine the result of a test, `forward_of` keeps only the branch that runs. Otherwise
+`forward_of` keeps both branches. Modules of vLLM do not change these attributes after the model is
+loaded.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def _settled_source(
 
 
 def settled(function: ast.FunctionDef, answers: Mapping[_Place, bool]) -> ast.FunctionDef:
-    """A copy of a function. In the copy, each `if` whose result is in `answers` is replaced by one
-    of its branches, the branch that runs."""
+    """A copy of a function. In the copy, the branch that runs replaces each `if` whose result is in
+    `answers`."""
     found = _TestsRemoved(answers).visit(deepcopy(function))
     assert isinstance(found, ast.FunctionDef)
     return found
@@ -87,8 +87,8 @@ def is_norm(name: str) -> bool:
 
 
 class _TestsRemoved(ast.NodeTransformer):
-    """Replaces each `if` whose result is known, also in expressions. The branch that runs takes the
-    place of the `if`."""
+    """Replaces each `if` statement and each `if` expression whose result is known. The branch that
+    runs takes the place of the `if`."""
 
     def __init__(self, answers: Mapping[_Place, bool]) -> None:
         self._answers = answers
@@ -108,7 +108,7 @@ class _TestsRemoved(ast.NodeTransformer):
 
 
 def _answer(test: ast.expr, module: nn.Module) -> bool | None:
-    """The result of a test, if this module's attributes give the result. Otherwise None."""
+    """The result of a test, if the module's attributes determine the result. Otherwise None."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         inner = _answer(test.operand, module)
         return None if inner is None else not inner

@@ -34,8 +34,8 @@ class Split:
 
     @property
     def copies(self) -> int:
-        """The number of successive ranks that have the same part. If there are more ranks than
-        heads of keys and values, vLLM gives each head to several ranks."""
+        """The number of successive ranks that have the same part. If a model has fewer heads of
+        keys and values than there are ranks, vLLM gives each head to several ranks."""
         return self.num_ranks * self.part // self.whole
 
     def joined(self, rows: Tensor) -> Tensor:

@@ -73,8 +73,8 @@ def prove_supposed(
 
 
 def stream_rows(anatomy: Anatomy, watch: Watch, dtype: torch.dtype) -> dict[int, Tensor]:
-    """The first token's row at the entry of layer 0 and at the exit of each layer, by boundary:
-    [hidden_size], float32 on the CPU.
+    """The first token's row at the entry of layer 0, and at the exit of each layer. The key is the
+    boundary. A row is [hidden_size], float32 on the CPU.
 
     Args:
         anatomy: an anatomy whose convention `prove_supposed` has found to be right.
@@ -104,9 +104,9 @@ def compare_compiled(
     The token is the same in the two forwards.
 
     Args:
-        rows, expected: for each boundary, the row of the compiled graph and of the uncompiled
-            model, [hidden_size], float32 on the CPU. `rows` can have fewer boundaries than
-            `expected`.
+        rows, expected: for each boundary, the row of the compiled graph, and the row of the
+            uncompiled model. Each row is [hidden_size], float32 on the CPU. `rows` can have fewer
+            boundaries than `expected`.
         unread: the reason why the source is not understood.
         dtype: the model's dtype.
 

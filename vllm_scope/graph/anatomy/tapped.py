@@ -67,7 +67,8 @@ def install_taps(anatomy: Anatomy, arena: Tensor, tables: Tables) -> tuple[int, 
 def _places_of(number: int, tap_of: Mapping[int, int]) -> dict[str, int]:
     """The boundaries of the taps of a layer. The possible keys are `entry`, `middle`, `exit`,
     `attn_out` and `mlp_out`. A boundary without a tap has no entry."""
-    # Only layer 0 has a tap at its entry. Any other entry is the exit of the previous layer.
+    # Only layer 0 has a tap at its entry. The entry of any other layer is the exit of the layer
+    # before it.
     places = {"entry": 0 if number == 0 else -1, "middle": 2 * number + 1}
     places["exit"] = 2 * number + 2
     places |= {site: Place(site, number).boundary for site in BRANCH_SITES}
@@ -163,16 +164,16 @@ def tap_rows(
         rows: [num_tokens, size], [num_tokens, heads, size of a head], or [1, num_tokens, size].
         number: the tap's row of Tables.taps.
         size: the number of elements of a whole row.
-        split: the split of the rows over the ranks. `rows` then has `split.part` elements in a row.
-            None if each rank has whole rows.
+        split: the split of the rows over the ranks. With a split, a row of `rows` has `split.part`
+            elements. None if each rank has whole rows.
 
     Returns:
         The rows that the model must use after the tap: `rows`, or a copy of them.
 
     Raises:
-        CompatError: the width or dtype of `rows` is wrong (such rows would overwrite other rows in
-            the arena), or the elements of a row are not adjacent in memory. A compiled model raises
-            the error while the graph is traced.
+        CompatError: the width or dtype of `rows` is wrong, or the elements of a row are not
+            adjacent in memory. With a wrong width or dtype, a tap would overwrite other rows in the
+            arena. A compiled model raises the error while the graph is traced.
     """
     dtype = module.scope_arena.dtype
     width = size if split is None else split.part
@@ -226,8 +227,9 @@ def _tapped_layer(base: type, convention: Convention, places: frozenset[str]) ->
 def _branching_layer(base: type, size: int) -> type[nn.Module]:
     """A subclass of `base` with a tap on the MLP's output. `base` returns (hidden, residual).
 
-    This must be the innermost subclass. Edits of the stream and Python functions (anatomy.hooked)
-    write to the same tensor, and the tap must read the MLP's output before these writes.
+    This must be the innermost subclass. The layer's exit tap and Python functions (anatomy.hooked)
+    can write to the tensor of the MLP's output. This tap must read the MLP's output before these
+    writes.
     """
 
     class Tapped(base):

@@ -50,8 +50,8 @@ class LayerCall:
     Attributes:
         calls: the number of times that the layer ran. The other attributes describe the last call.
         given: the arguments (hidden, residual).
-        handed: for each value that the previous layer returned, True if this layer got the same
-            tensor object. None for the first layer.
+        handed: one bool for each value that the previous layer returned. True if this layer got the
+            same tensor object. None for the first layer.
         first: the first child that the layer called.
         returned: the layer's return value.
     """

@@ -52,15 +52,15 @@ NUM_TOKEN_COLUMNS = 8
 NUMBER, ACTS = range(2)
 NUM_TAP_COLUMNS = 4
 WORDS_PER_SLOT = SLOT_BYTES // 4
-#: A tap reports a fault as the number of the tap + 1. If OP_CHECK found the fault in a row that
-#: this tap did not edit, the reported number also has the bit CHECKED.
+#: A tap reports a fault as a number: the tap's number plus 1. If OP_CHECK found the fault in a row
+#: that this tap did not edit, the reported number also has the bit CHECKED.
 CHECKED = 1 << 30
 
 
 def fault_at(fault: int) -> tuple[int, bool]:
-    """The number of the tap that reported a fault, and a bool. The bool is True if the result of
-    this tap's edits was not finite, and False if OP_CHECK found the fault in a row that this tap
-    did not edit.
+    """The number of the tap that reported a fault, and a bool. The bool is True if this tap edited
+    the row and the result was not finite. The bool is False if OP_CHECK found the fault in a row
+    that this tap did not edit.
 
     Args:
         fault: the number (not 0) that the tap reported.
@@ -91,12 +91,12 @@ def tap_rows(
 
     - The edits did not change the row. A write would replace hidden + residual by the rounded sum.
     - The row is not finite in the model's dtype. The tap reports a fault for the row's owner, and
-      the model continues with the row from before the edits. But faults are read only in the last
-      pipeline stage. In other stages the tap writes the row, and OP_CHECK finds the row in the last
-      stage.
+      the model continues with the row from before the edits. But only taps of the last pipeline
+      stage report faults. In the other stages the tap writes the row, and OP_CHECK finds the row in
+      the last stage.
 
-    OP_CHECK replaces a row that is not finite by zeros. From a row that is not finite, a sampler
-    could return a token that does not exist. No caller gets these zeros.
+    If a row is not finite, OP_CHECK sets the row to zeros. Otherwise a sampler could return a token
+    that does not exist. No caller gets these zeros.
 
     Args:
         hidden: [num_rows, hidden_size], model dtype. Edited rows are written here.
@@ -112,14 +112,14 @@ def tap_rows(
             columns NUMBER_A to NUMBER_E contain the bits of float32 numbers.
         vectors: [num_vectors, hidden_size or more] float32.
         tap: [4] int32. The first number is this tap's column in `programs`. The second number is 0
-            if this tap does nothing in this step, else 1. With 0, the tap returns without a look at
+            if this tap does nothing in this step, else 1. With 0, the tap returns before it reads
             `programs`. The other two numbers are not used.
-        host: [6] int64, six addresses. The first two are addresses of host memory: the ring's
-            slots, which only the kernel writes; and the faults, int32 by owner (0 if faults are not
-            read). The other four are addresses of tables on the rows' device: the registers,
-            float32 [max_rows, REGISTERS]; the walks, int32 [max_rows, 8]; the log of states,
-            float32; and the rows' positions, int64. The positions are read only for rows with a
-            stride, and for operations in ADVANCING.
+        host: [6] int64, six addresses. The first two are addresses of host memory: of the ring's
+            slots, which only the kernel writes, and of the faults, int32 by owner. The address of
+            the faults is 0 if this rank reports no faults. The other four are addresses of tables
+            on the rows' device: the registers, float32 [max_rows, REGISTERS]; the walks, int32
+            [max_rows, 8]; the log of states, float32; and the rows' positions, int64. The positions
+            are read only for rows with a stride, and for operations in ADVANCING.
         slot_base: if the step is drained tap by tap, the first slot of this tap; else 0.
         slots_per_token: if the step is drained tap by tap, the number of slots of each token at
             this tap; else 0. If `slots_per_token` is not 0, the slot column of `tokens` contains
@@ -150,7 +150,8 @@ def tap_rows(
         for code in set(told[:, CODE].tolist()):
             mine = told[:, CODE] == code
             here, op = live[mine], told[mine]
-            # Usually all rows have the same operation. Then a slice is used, which copies no row.
+            # Usually all rows have the same operation. In this case a slice is used, which copies
+            # no row.
             some = slice(None) if len(here) == len(rows) else torch.from_numpy(here)
             column = WORD_IN_TAP if slots_per_token else WORD
             start = first[here] * WORDS_PER_SLOT + op[:, column]
@@ -205,7 +206,7 @@ def _write_back(
     True for a row with a fault.
 
     Args:
-        told: True if faults are read. If False, rows that are not finite are written too.
+        told: True if this rank reports faults. If False, rows that are not finite are written too.
     """
     rounded = x.to(hidden.dtype)
     finite = rounded.isfinite().all(1) | (not told)

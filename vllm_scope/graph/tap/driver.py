@@ -3,8 +3,8 @@
 Owns:  the calls of the CUDA driver (libcuda, 12.3 or later).
 Runs:  in workers on NVIDIA GPUs, on the thread that captures and replays.
 
-Graphs, nodes and streams are given as addresses (int). If the driver returns an error, all
-functions except `last_kernel` raise a DriverError.
+Functions get graphs, nodes and streams as addresses (int). If the driver returns an error, a
+function raises a DriverError. Only `last_kernel` returns None instead.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Executable:
 
 def without(graph: int, nodes: Sequence[int]) -> Executable:
     """Make an executable graph without some of the nodes of `graph`. In the new graph, the nodes
-    after a removed node wait for the nodes before the removed node.
+    that waited for a removed node wait for the nodes before it.
 
     Args:
         graph: the captured graph, which is not changed.

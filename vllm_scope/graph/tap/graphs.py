@@ -5,7 +5,9 @@ Owns:  TappedGraph; the context managers `captured` (capture of graphs) and `not
 Runs:  in workers on NVIDIA GPUs, on the main thread.
 From:  op.   To: driver.
 
-Promise: a replay without these taps computes the same values as a replay with all taps. A GPU needs
+A reduced graph is a copy of a captured graph, without some of the captured graph's taps.
+
+Promise: a replay of a reduced graph computes the same values as a replay with all taps. A GPU needs
 1.0 to 1.7 us to start a tap that does nothing (measured on an H100). If all sites of 32 layers have
 taps, such starts take 0.4 ms or more of each step.
 """
@@ -26,15 +28,15 @@ from vllm_scope.graph.tap import driver
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: After PAYS * num_nodes starts of taps that do nothing, a graph without these taps is made.
-#: num_nodes is the number of nodes of the captured graph. These starts together take about as long
-#: as making the graph, which takes 12 to 20 us for each node (measured on an H100).
+#: After PAYS * num_nodes starts of taps that do nothing, a reduced graph without these taps is
+#: made. num_nodes is the number of nodes of the captured graph. All these starts together take
+#: about as long as making the reduced graph: 12 to 20 us for each node (measured on an H100).
 PAYS = 12
-#: If the device has fewer free bytes than LEAST_FREE, no graph without some taps is made. A graph
+#: If the device has fewer free bytes than LEAST_FREE, no reduced graph is made. A reduced graph
 #: takes 4 KiB per node.
 LEAST_FREE = 1 << 30
-#: For one captured graph, at most this many graphs without some taps are kept. When one more graph
-#: is made, the least recently used graph is dropped.
+#: For one captured graph, at most this many reduced graphs are kept. When one more is made, the
+#: least recently used reduced graph is dropped.
 MOST = 4
 #: A captured graph with fewer taps than LEAST_TAPS (such as a piece of a prefill) is always
 #: replayed whole.
@@ -51,10 +53,10 @@ class Route(Protocol):
 
 
 class Kept(NamedTuple):
-    """A graph that was made from a captured graph, without some of its taps.
+    """A reduced graph.
 
     Attributes:
-        acting: bool [number of taps of the captured graph], True for taps that this graph has.
+        acting: bool [number of taps of the captured graph], True for the taps of the reduced graph.
         made: the graph that `make` returned.
     """
 
@@ -63,14 +65,12 @@ class Kept(NamedTuple):
 
 
 class Variants:
-    """Chooses the graph for a replay: the whole graph, or a graph without some taps that do
-    nothing.
+    """Chooses the graph for a replay: the whole captured graph, or a reduced graph.
 
     Args:
         taps: the numbers of the captured graph's taps.
         num_nodes: the number of nodes of the captured graph.
-        drop: a function that frees a graph. The argument `make` of the method `of` has made this
-            graph.
+        drop: a function that frees a reduced graph.
     """
 
     def __init__(self, taps: list[int], num_nodes: int, drop: Callable[[Any], None]) -> None:
@@ -88,12 +88,13 @@ class Variants:
     def of(
         self, acting: NDArray[np.bool_] | None, make: Callable[[NDArray[np.bool_]], Any | None]
     ) -> Any:
-        """The graph to replay for a step: a graph from `make`, or None for the whole graph.
+        """The graph to replay for a step: a reduced graph from `make`, or None for the whole graph.
 
         Args:
             acting: the value of Route.acting for the step.
-            make: a function that makes a graph with only some taps. The function's argument is bool
-                [len(taps)], True for these taps. Returns None if no graph can be made.
+            make: a function that makes a reduced graph. The function's argument is bool
+                [len(taps)], True for the taps that the reduced graph must have. The function
+                returns None if no reduced graph can be made.
         """
         if acting is self._last:
             return self._found
@@ -114,8 +115,8 @@ class Variants:
         self, key: bytes, here: NDArray[np.bool_],
         make: Callable[[NDArray[np.bool_]], Any | None],
     ) -> Kept | None:  # fmt: skip
-        """Make a graph that has only the taps in `here`, if this saves time. None if no graph is
-        made."""
+        """Make a reduced graph with only the taps in `here`, if this saves time. None if no graph
+        is made."""
         in_vain = self._in_vain.pop(key, 0) + len(here) - int(here.sum())
         if in_vain < self._pays:
             if len(self._in_vain) >= 16 * MOST:
@@ -130,8 +131,8 @@ class Variants:
         return Kept(here, made)
 
     def _least(self, here: NDArray[np.bool_]) -> Any:
-        """Of the kept graphs that have all taps in `here`, the graph with the fewest taps. None if
-        no kept graph has all these taps."""
+        """The smallest kept graph that has all taps in `here`. None if no kept graph has all these
+        taps."""
         fit = [kept for kept in self._kept.values() if not (here & ~kept.acting).any()]
         return min(fit, key=lambda kept: int(kept.acting.sum())).made if fit else None
 
@@ -153,7 +154,7 @@ class TappedGraph(torch.cuda.CUDAGraph):
     _route: Route | None = None
     _variants: Variants | None = None
     _uses_random: bool | None = None
-    #: True if the driver could not make a graph without some taps.
+    #: True if the driver could not make a reduced graph.
     _refused = False
     _device = 0
 
@@ -202,9 +203,8 @@ class TappedGraph(torch.cuda.CUDAGraph):
 
     def _replay_first(self) -> None:
         """Replay the whole graph, and find out whether the graph draws random numbers. Before each
-        replay of such a graph, torch must write the generator's offset. torch would not write the
-        offset for a graph without some taps. Therefore a graph that draws random numbers is always
-        replayed whole."""
+        replay of such a graph, torch must write the generator's offset. torch does not do this for
+        a reduced graph. Therefore a graph that draws random numbers is always replayed whole."""
         generator = torch.cuda.default_generators[self._device]
         before = generator.get_offset()
         super().replay()
@@ -238,7 +238,7 @@ def _drop(executable: driver.Executable) -> None:
 
 
 def noted(route: Route, tap: int) -> AbstractContextManager[None]:
-    """A context manager for the capture of a tap's kernel. If a TappedGraph is being captured, this
+    """A context manager for the capture of a tap's kernel. If vLLM captures a TappedGraph now, this
     graph stores the node of the kernel."""
     graph = TappedGraph.capturing
     return nullcontext() if graph is None else graph.noted(route, tap)
@@ -248,7 +248,7 @@ class _Made(type):
     """The metaclass of a class whose constructor returns TappedGraphs."""
 
     def __call__(cls, keep_graph: bool = True) -> TappedGraph:
-        # torch must keep the captured graph, from which graphs without some taps are made.
+        # torch must keep the captured graph, from which reduced graphs are made.
         return TappedGraph(keep_graph=True)
 
     def __instancecheck__(cls, one: object) -> bool:

@@ -138,7 +138,8 @@ def _tap_kernel(
     if HAS_RESIDUAL:
         x += tl.load(residual, keep, 0.0).to(tl.float32)
     slot = tl.load(token + TOKEN_SLOT).to(tl.int64)
-    # These loads wait for each other. The loads of operations below do not wait for these loads.
+    # Some of these loads wait for others. The loads of operations below wait for none of these
+    # loads.
     positions = tl.load(host_ptr + 5).to(tl.pointer_type(tl.int64))
     stride = tl.load(token + TOKEN_STRIDE).to(tl.int64)
     steps = tl.load(positions + row, stride > 0, 0) - tl.load(token + TOKEN_SINCE)
@@ -153,8 +154,8 @@ def _tap_kernel(
     words = base.to(tl.pointer_type(tl.float32), bitcast=True) + slot * 4
     edited = 0
     fault = 0
-    # An operation that advances a state runs once for each score that the state does not include
-    # yet: the loop below repeats the operation. An inner loop would move the row out of the GPU's
+    # The loop below runs an operation that advances a state once for each score that the state does
+    # not include yet. With an inner loop for these scores, the row would not stay in the GPU's
     # registers.
     walked, one, two = 0, 0.0, 0.0
     while at >= 0:
@@ -334,8 +335,8 @@ def tap_rows(hidden: Tensor, residual: Tensor | None, *others: Any) -> None:
 
 
 def load_variants(arena: Tensor, tables: Tables, row_sizes: tuple[int, ...]) -> None:
-    """Launch each variant of the kernel that taps need, on rows without a program. These launches
-    compile the variants before a graph is captured.
+    """Launch each variant of the kernel that taps need, on rows without a program. The launches
+    compile the variants, so that no variant is compiled during the capture of a graph.
 
     Args:
         row_sizes: the number of elements of a row, for each kind of site (an index in sites.KINDS).

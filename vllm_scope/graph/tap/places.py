@@ -18,8 +18,8 @@ Content = TypeVar("Content", bound=Hashable)
 
 class Places(Generic[Content]):
     """Numbered places of a table. Each place can have a content. A content keeps its place while
-    the content is held. After the last hold, the place is idle. The place keeps its content until a
-    new content needs the place. The place that has been idle longest is used first."""
+    the content is held. When no hold is left, the place is idle. The place keeps its content until
+    a new content needs the place. The place that has been idle longest is used first."""
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count - 1, -1, -1))

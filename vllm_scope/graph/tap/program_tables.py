@@ -49,9 +49,9 @@ from vllm_scope.request.sites import STREAM, boundary_of_point
 #: The number of places for programs that requests hold, and the number of places for programs that
 #: only read.
 HELD_PROGRAMS, FREE_PROGRAMS = 8192, 4096
-#: Up to MOST_IDLE_SETS sets of programs stay on the device after their last request has ended.
-#: Because of these sets, a later request with the same monitor uploads nothing. A set with more
-#: than MOST_IDLE_BYTES of vectors does not stay. If a set has few operations (`Held.few`), its
+#: Up to MOST_IDLE_SETS sets of programs stay on the device after their last request has ended. If a
+#: later request has the same monitor, the worker then uploads nothing for this request. A set with
+#: more than MOST_IDLE_BYTES of vectors does not stay. If a set has few operations (`Held.few`), its
 #: bytes are not counted.
 MOST_IDLE_SETS, MOST_IDLE_BYTES = 16, 1 << 20
 #: The number of places for the ops of held programs. In addition, the table has a place for each
@@ -60,7 +60,7 @@ HELD_OPS = 1 << 17
 
 
 def capacity(vector_size: int, vectors_mib: float) -> Cost:
-    """The number of places of each table that all requests together can hold.
+    """The number of places that all requests together can hold in each table.
 
     Args:
         vector_size: the number of elements of a vector (an attribute of Sites).
@@ -74,8 +74,8 @@ class _Words(NamedTuple):
 
     Attributes:
         rows: for each point of the arena's layout, the address of the point's row, in two forms.
-            The first form counts from the token's first slot. The second form counts from the
-            token's first slot in a step that is drained tap by tap.
+            The first form counts from the token's first slot. The second form is for a step that is
+            drained tap by tap, and counts from the token's first slot of the same tap.
         told: for each bank and point in the layout, the address of the first number of the bank, in
             the same two forms.
         num_slots, num_delivered: the number of slots of a token in the arena, and the number of
@@ -95,7 +95,8 @@ class _Words(NamedTuple):
         if op.told is None:
             return (-1, -1)
         place, bank, index = op.told
-        # A rank that delivers nothing has no slot for the number that the operation stores.
+        # On a rank that delivers nothing, there is no slot for the number, and the operation stores
+        # nothing.
         first = self.told.get((bank, layout.row_of(place.point())))
         return (-1, -1) if first is None else (first[0] + index, first[1] + index)
 
@@ -167,7 +168,8 @@ class ProgramTables:
         ops: [num_ops, NUM_COLUMNS] int32. tap.definition lists the columns.
         vectors: [num_vectors, number of elements of the widest row] float32.
         num_slots: for each program id, the number of slots of a token in the arena.
-        num_delivered: for each program id, the number of slots of a token with encoded rows.
+        num_delivered: for each program id, the number of slots of a token after its rows are
+            encoded.
         num_uploads: the number of copies to the device so far.
     """
 
@@ -316,7 +318,8 @@ class ProgramTables:
         ops: NDArray[np.int32], vectors: list[int],
     ) -> None:  # fmt: skip
         self._settle_ops()
-        # The last entry of `op_at` and `vector_at` is -1, so that the index -1 gives -1 (none).
+        # The last entry of `op_at` and of `vector_at` is -1. Therefore the index -1 (none) gives
+        # -1.
         op_at, vector_at = np.append(ops, np.int32(-1)), np.array([*vectors, -1], np.int32)
         table = np.zeros((len(ops), NUM_COLUMNS), np.int32)
         table[:, _FIXED] = rows.fixed
@@ -333,7 +336,7 @@ class ProgramTables:
         self.num_delivered[numbers] = rows.num_delivered[rows.exists]
 
     def release_set(self, held: Held) -> None:
-        """Undo one `hold`. After the last hold, a small set stays on the device for a later
+        """Undo one `hold`. When no hold is left, a small set stays on the device for a later
         request. This set is dropped when its places are needed, or after MOST_IDLE_SETS other sets
         have become idle."""
         known = self._sets[held]

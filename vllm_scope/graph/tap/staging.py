@@ -25,13 +25,14 @@ class Buffer:
 
     Attributes:
         tensor, array: the same memory, int32 [max_rows, number of columns].
-        holds: the array object of program ids that was last written to the buffer. Tables.load_step
-            compares it by identity.
+        holds: the last array of program ids that was written to the buffer. Tables.load_step tests
+            whether the next array is the same object.
         to_host: the value of the TO_HOST column in the buffer's rows.
         rows: the indices of those rows of the buffer that have a program.
         num_rows: the rows from this index on have no program.
         first: a slice of `tensor` with the rows of the last upload.
-        num_first: the number of rows of `first`, because a call of `len(first)` takes longer.
+        num_first: the number of rows of `first`. It is stored, because a call of `len(first)` takes
+            longer.
     """
 
     tensor: Tensor
@@ -47,8 +48,8 @@ class Buffer:
 class Staging:
     """A ring of host buffers for uploads. For a GPU, the memory is pinned and guarded by events.
 
-    Under async scheduling several steps are in flight. If the worker wrote to a buffer before the
-    buffer's last content is copied to the device, the plan of an earlier step would change. Each
+    Under async scheduling several steps are in flight. If the worker wrote to a buffer too early,
+    before the upload of the buffer's last content, the plan of an earlier step would change. Each
     half of the ring has one event, which is recorded after the last upload from this half. Before
     the worker uses the half again, it waits for this event.
     """
@@ -76,8 +77,8 @@ class Staging:
 
     def upload(self, buffer: Buffer, num_rows: int) -> None:
         """Enqueue the copy of the buffer's first `num_rows` rows. This method keeps its slices of
-        tensors for the next upload, because most decode steps have the same number of rows. Slicing
-        a tensor takes a third of the time of enqueuing the copy."""
+        tensors for the next upload, because most decode steps have the same number of rows. One new
+        slice takes a third of the time of one enqueued copy."""
         if buffer.first is None or buffer.num_first != num_rows:
             buffer.first, buffer.num_first = buffer.tensor[:num_rows], num_rows
         if self._num_first != num_rows:

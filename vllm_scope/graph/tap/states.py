@@ -13,9 +13,9 @@ The walk of a row says where the request's states are, and which tokens already 
 tap computes the state of each row separately. The tap starts from the state of the request's last
 token that already has a state. Then the tap applies the scores of the request's rows in this step,
 up to the score of the row itself. An earlier tap has computed these scores. Therefore no row waits
-for another row. Whether tokens are computed in one step or in several steps, their states have the
-same bits. The tap reads the position of a row on the device, because the host does not know the
-true position during speculative decoding.
+for another row. A token's state has the same bits, no matter whether the tokens are computed in one
+step or in several steps. The tap reads the position of a row on the device, because the host does
+not know the true position during speculative decoding.
 """
 
 from __future__ import annotations

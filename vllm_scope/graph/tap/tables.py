@@ -74,11 +74,12 @@ class Tables(ProgramTables):
         walks: [max_rows, 8] int32, for rows whose gates have states. tap.states lists the columns.
         log: [num_places, STATE_NUMBERS] float32, the states of gates.
         host: [6] int64, six addresses. Two are addresses of host memory: the ring's slots (0 if
-            taps do not write to the ring) and `faults` (0 if faults are not read). Four are
+            taps do not write to the ring) and `faults` (0 if this rank reports no faults). Four are
             addresses of device memory: `registers`, `walks`, `log`, and the rows' positions (0
             before the first `point_at`).
-        faults: int32 [MOST_OWNERS] in host memory. The number of an owner is 0, or a fault for
-            `definition.fault_at`. Taps write faults. Any thread can read and clear faults.
+        faults: int32 [MOST_OWNERS] in host memory. The entry of an owner is 0 if there is no fault,
+            else the argument of `definition.fault_at`. Taps write faults. Any thread can read and
+            clear faults.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Tables(ProgramTables):
         #: The walks from the last `load_walks`, and the address of the rows' positions.
         self._walks: NDArray[np.int32] | None = None
         self._positions = 0
-        #: The program ids of the last `load_step`. None after `clear_step`.
+        #: The program ids of the last `load_step`. None if no step is loaded.
         self._loaded: NDArray[np.int32] | None = None
         #: Three facts of the last `load_step`: whether its slots are in host memory, its stride,
         #: and the first slot that `move_on` expects in the next step.
@@ -180,8 +181,8 @@ class Tables(ProgramTables):
         self.num_uploads += 1
 
     def move_on(self, program_ids: NDArray[np.int32], slot: int, to_host: bool) -> bool:
-        """Return True if the next forward can use the table unchanged, and count this use. The
-        caller guarantees that the next forward has the same rows, each one position later.
+        """True if the next forward can use the table unchanged. This method then counts the use.
+        The caller guarantees that the next forward has the same rows, each one position later.
 
         Args:
             program_ids: the argument of `load_step`, which must be the same array object.
