@@ -297,7 +297,8 @@ class Calls(Generic[StreamT]):
         body = {"model": self._model, name: prompt} | fields
         xargs = msgspec.convert(body.pop("vllm_xargs", None) or {}, Json)
         for name in [name for name in body if name.startswith("scope_")]:
-            xargs[name] = body.pop(name)  # the server refuses names that it does not know
+            # Also unknown names. The server finds a misspelt `scope_...` only in `vllm_xargs`.
+            xargs[name] = body.pop(name)
         if actions:
             xargs |= scope(*actions)
         admin = any(isinstance(one, Moments) for one in actions)

@@ -149,7 +149,8 @@ def _plugin(name: str) -> EntryPoint:
 
 
 def checked(policy: Policy, loaded: Mapping[str, Loaded]) -> PolicyOptions:
-    """Check a request's options for its policy. Returns the engine's options of the policy.
+    """Check a request's options for its policy. Returns the options that the operator has set for
+    this policy.
 
     Raises:
         SpecError: the engine does not have the policy, or the policy refuses the options.

@@ -105,9 +105,9 @@ class _Selected:
         index: int64 [num_columns], the program of each column.
         exists: bool [num_programs]; False for the program that does nothing.
         here: bool [number of operations, num_programs], True if the program has the operation.
-        cells: bool [number of cells, num_programs], True if the program has the cell. After the
-            cells, there is one more entry for each point that shares its row with another point of
-            the request.
+        cells: bool [number of cells and of points, num_programs]. True if the program has the
+            cell. After the cells, there is one entry for each requested point that shares its row
+            with another requested point; True if the program reads this point.
         program, op, vector: int64 [num_ops]. For each operation: the index of its program, its
             index in the OpList, and the index of its vector (-1 for none).
     """

@@ -47,7 +47,8 @@ def neuronpedia_features(
         is a list with the feature's explanation, if there is one. `activations` is a list of the
         feature's strongest tokens. Each activation has the `tokens` of the context, and in `values`
         the feature's values (0 if not computed). `maxValue`, `maxValueTokenIndex` and `minValue`
-        describe `values`. `qualifyingTokenIndex` is the index of the strong token.
+        describe `values`. `qualifyingTokenIndex` is the index in `tokens` of the strongest token
+        that the activation stands for.
     """
     if features is None:
         features = np.flatnonzero(found.num_active).tolist()

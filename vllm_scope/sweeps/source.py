@@ -43,8 +43,8 @@ def given_rows(value: Any, shape: tuple[int, int, int], row_shape: tuple[int, ..
     found = None
     if len(row_shape) == 2 and rows.shape[-2:] == row_shape:
         found = _fitting(rows.reshape(*rows.shape[:-2], width), shape, width)
-    # With one head, the shape [prompts, layers, 1, width] also ends with `row_shape`, although its
-    # 1 is the number of positions. The first call can then find nothing.
+    # With one head, `row_shape` is (1, width). Rows of shape [prompts, layers, 1, width], for one
+    # position, then end with `row_shape` too, and the call above can find nothing.
     if found is None:
         found = _fitting(rows, shape, width)
     if found is None:

@@ -49,9 +49,10 @@ CHUNK_BYTES = 16 << 20
 MOST_PROJECTIONS = 8
 #: The first three fields of a _Move.
 _Kind = tuple[Head | tuple[Bank, ...] | None, int, int]
-#: Maps a `_Kind` to pairs of arrays. One array has the first slots of rows in the region. The other
-#: array has the first slots of the same rows in the chunk (_Chunk). In `_uniform_chunks`, slots are
-#: counted from the first slot of a token.
+#: Maps a `_Kind` to pairs of arrays, with one number for each row. The first array has the row's
+#: first slot in the region. The second array has its first slot in the _Chunk, which is the part of
+#: the batch for some consecutive tokens. In `_uniform_chunks`, slots are counted from the first
+#: slot of a token.
 _Found = dict[_Kind, list[tuple[Ints, Ints]]]
 
 

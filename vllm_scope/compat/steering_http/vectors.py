@@ -4,6 +4,8 @@
     {hook: {layer: [{"vector": [...], "min": -2.0, "max": 4.0}, ...]}}    clamps
     {hook: {"dtype", "shape", "layer_indices", "data", ...}}              packed vectors or clamps
 
+A tier is the vectors, or the clamps, for all tokens, for the prompt or for generated tokens.
+
 Owns:  `bounded` (counts the values of a tier), and the translation of tiers to Adds and Clamps.
 Runs:  in the front-end. For HTTP requests, the event loop of the API server runs this code.
 From:  vllm_scope.vectors.hooks.   To: keys and gates (for one request), tiers and http (for
@@ -174,7 +176,8 @@ def clamps_of(
 
 
 def words_of(edit: Edit, key: str) -> dict[str, str]:
-    """For error texts: maps each field of an edit to the path of the edit's hook in the tier."""
+    """For error texts: the path of the edit's hook in the request, such as
+    `steering_vectors['post_block']`. The keys stand for the edit itself and for its fields."""
     place = f"{key}[{HOOKS[edit.site]!r}]"
     return dict.fromkeys(("", ".layers", ".site", ".tokens", f".{edit.fields[0]}"), place)
 

@@ -78,7 +78,8 @@ def stream_rows(anatomy: Anatomy, watch: Watch, dtype: torch.dtype) -> dict[int,
 
     Args:
         anatomy: an anatomy whose convention `prove_supposed` has found to be right.
-        watch: the record of a forward whose first layer got the model's own rows.
+        watch: the record of a forward in which no random rows replaced the rows that enter the
+            first layer (`noise=False`).
 
     Raises:
         CompatError: as `find_faults`.
