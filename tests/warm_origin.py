@@ -6,8 +6,12 @@ import threading
 from importlib import import_module
 from multiprocessing import forkserver
 
+from setproctitle import setproctitle
+
 from tests import warm_start
 
+# The first call finds the memory of the title, if no variable of the environment has changed yet.
+setproctitle("the origin of engine processes")
 #: What the processes of an engine import before they make the engine.
 for name in (
     "vllm.v1.engine.core",
