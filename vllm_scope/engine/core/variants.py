@@ -254,9 +254,9 @@ def most_tokens(scheduler: Scheduler) -> int | None:
     """The largest number of tokens that the next step can have; None if only vLLM's bound applies.
 
     The result is None in three cases: there are no variants; async scheduling is off; or the number
-    of other requests is more than an eighth of the number of variants. Otherwise the bound has room for the longest
-    request, and also for one token and the draft tokens of each other request. Therefore vLLM can
-    schedule every request in spite of the bound.
+    of other requests is more than an eighth of the number of variants. Otherwise the bound has room
+    for the longest request, and also for one token and the draft tokens of each other request.
+    Therefore vLLM can schedule every request in spite of the bound.
     """
     running = _running.of(scheduler)
     if running is None or not running.groups:
