@@ -10,9 +10,9 @@ From:  config (`monitors`), server.shared, server.peers.   To: frontend.translat
 A monitor is a probe with a threshold. In a request, the probe of the monitor NAME has the name
 `monitor/NAME`.
 
-Promise: if the model does not support a configured monitor, or the engine has no room for all
-configured monitors, the engine does not start. If the same is true of monitors that an operator
-sets later, the monitors are refused. Every request has the monitors that are set when the request
+Promise: if the model does not support a configured monitor, the engine does not start. If the
+engine has no room for all configured monitors, it does not start either. If an operator later sets
+monitors that the engine does not support or has no room for, these monitors are refused. Every request has the monitors that are set when the request
 enters. Therefore a request is refused if the monitors and the request's own actions together need
 more room than the engine has. A request with prompt embeddings or streamed input is also refused,
 because it cannot be tapped. A server with monitors also refuses beam search.
