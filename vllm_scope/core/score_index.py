@@ -33,7 +33,7 @@ _BLOCK_BYTES = 512
 #: block is full.
 TURNS = 8
 #: When a request has ended, its blocks are marked as used. In each step, EngineCore marks the
-#: blocks of this number of ended requests. If more than TURNS * ENDS_A_STEP ended requests wait,
+#: blocks of ENDS_A_STEP ended requests. If more than TURNS * ENDS_A_STEP ended requests wait,
 #: EngineCore marks the blocks of 1 / TURNS of them in each step. Without this limit, 128 requests
 #: that ended together delayed the last outputs by 3 ms (on the host of an H100).
 ENDS_A_STEP = 4

@@ -102,8 +102,8 @@ def describe_model(
         ConfigError: the sites are not valid, or vLLM cannot import its code of the model.
         CompatError: vllm-scope does not support this version of vLLM, or a symbol that a wrapper
             needs is missing.
-        Exception: the error of vLLM if vLLM cannot build the model, or if the device lacks the
-            memory that `gpu_memory_utilization` requests.
+        Exception: vLLM's own error: vLLM cannot build the model, or the device lacks the memory
+            that `gpu_memory_utilization` requests.
     """
     scope = {} if sites is None else {"sites": list(sites)}
     config = ScopeConfig.parse(scope)  # checked before the import of vLLM, which takes seconds

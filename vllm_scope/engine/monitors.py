@@ -12,10 +12,11 @@ A monitor is a probe with a threshold. In a request, the probe of the monitor NA
 
 Promise: if the model does not support a configured monitor, the engine does not start. If the
 engine has no room for all configured monitors, it does not start either. If an operator later sets
-monitors that the engine does not support or has no room for, these monitors are refused. Every request has the monitors that are set when the request
-enters. Therefore a request is refused if the monitors and the request's own actions together need
-more room than the engine has. A request with prompt embeddings or streamed input is also refused,
-because it cannot be tapped. A server with monitors also refuses beam search.
+monitors that the engine does not support or has no room for, these monitors are refused. Every
+request has the monitors that are set when the request enters. Therefore a request is refused if the
+monitors and the request's own actions together need more room than the engine has. A request with
+prompt embeddings or streamed input is also refused, because it cannot be tapped. A server with
+monitors also refuses beam search.
 """
 
 from __future__ import annotations

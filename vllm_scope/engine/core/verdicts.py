@@ -44,7 +44,7 @@ _NAME, _LOST = "scope_verdicts", "scope_lost_scores"
 
 @dataclass
 class Due:
-    """The part of the next step's news that follows from verdicts.
+    """The entries that verdicts and policies add to the next step's news.
 
     Attributes:
         begun: the names of the first stages that now have a verdict, by request.

@@ -358,7 +358,8 @@ async def _controlled(
 def _check_root_path(root: str | None) -> None:
     """Check the option --root-path. vLLM's authentication removes the root path from the start of a
     path's text. If the rest begins with /v1, the authentication requires an API key. The router
-    removes only whole segments of a path, and can therefore see another path.
+    removes only whole segments of a path. For example, with the root path /v, the authentication
+    sees 1/models in place of /v1/models, and the router sees /v1/models.
 
     Raises:
         ConfigError: with the given root path, requests could reach paths below /v1 without an API
