@@ -1,8 +1,8 @@
 """Selects one row per position from all computed rows of a stream.
 
-Owns:  Part, Transcript, and the rule by which received rows become a stream: for each position, the
-       row that was computed last is kept. Rows that the request did not select, and rows of tokens
-       that were never accepted, are dropped.
+Owns:  Part, Transcript, and the rule by which received rows become a stream. For each position, the
+       rule keeps the row that was computed last. It drops rows that the request did not select, and
+       rows of tokens that were never accepted.
 Runs:  in the front-end (results), and in the worker (sinks.request, files.rows).
 """
 
@@ -33,8 +33,8 @@ class Part(NamedTuple):
 
     Attributes:
         positions: int64 [n].
-        arrivals: int64 [n]. If a position was computed twice, the later value has the larger
-            arrival.
+        arrivals: int64 [n], the order in which the values were computed. If a position was computed
+            twice, the later value has the larger number.
         rows: [n, size].
     """
 

@@ -65,9 +65,9 @@ def by_layout(
 def by_key(keys: np.ndarray) -> Iterator[tuple[int, slice | np.ndarray]]:
     """Yield each key, ascending, with the indices at which `keys` has this key.
 
-    If the indices of a key are evenly spaced, they are given as a slice, else as an array. One
-    message often has the rows of several steps of the same n requests. The tokens of one request
-    are then every n-th token of the message, and a slice is faster than an array of indices.
+    If the indices of a key are evenly spaced, they are given as a slice, else as an array. A slice
+    is faster than an array. One message often has the rows of several steps of the same n requests.
+    The tokens of one request are then every n-th token of the message.
 
     Args:
         keys: int64 [n], n >= 1.
@@ -78,7 +78,7 @@ def by_key(keys: np.ndarray) -> Iterator[tuple[int, slice | np.ndarray]]:
     stops = np.append(starts[1:], len(keys))
     found = ordered[starts].tolist()
     if len(starts) == len(keys):
-        # A step of decoding has one token of each request.
+        # Each key occurs once. This is so in a step of decoding, with one token of each request.
         for key, at in zip(found, order.tolist(), strict=True):
             yield key, slice(at, at + 1)
         return

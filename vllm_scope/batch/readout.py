@@ -70,7 +70,8 @@ class Readout:
         """The scores and aggregates at some positions.
 
         Args:
-            numbers: float32 [n, num_values], the sums over the probe's cells.
+            numbers: float32 [n, num_values], the sums over the probe's cells. A cell is the probe
+                at one layer.
             positions: int64 [n], ascending, larger than all positions of earlier calls.
         """
         found = self._read(numbers)
@@ -118,8 +119,9 @@ def _activated(probe: ResolvedProbe, scores: NDArray[Any]) -> NDArray[np.float32
 
 
 class _Pool:
-    """Computes the value of an AttentionPool (request.nets) at each position, which is a sum over
-    its heads. Each head averages its values up to the position, with softmax weights."""
+    """Computes the value of an AttentionPool (request.nets) at each position. This value is a sum
+    over the pool's heads. Each head averages its values up to the position, with softmax
+    weights."""
 
     def __init__(self, num_heads: int) -> None:
         #: For each head, the largest logit so far, and the reference: the first multiple of _STEP
@@ -207,8 +209,8 @@ class _RollingMean:
 
     The positions are divided into blocks of `window` positions. A window consists of the end of one
     block and the beginning of the next block. Each of these two parts has its own running sum. One
-    running sum over all positions would be wrong: a NaN, or the rounding error of a large score,
-    would stay in the sum after the score has left the window.
+    running sum over all positions would be wrong. After a NaN or a large score has left the window,
+    the NaN, or the rounding error of the score, would stay in the sum.
 
     Args:
         largest: If True, `add` returns, at each position with a full window, the largest mean of

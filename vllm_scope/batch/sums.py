@@ -55,8 +55,8 @@ class Packed(msgspec.Struct, frozen=True):
 
     Attributes:
         count, missing, target, target_squared: `count`, `missing`, `y` and `yy` of Sums.
-        arrays: the sum of x, the sum of x y, and the `upper_blocks` of the sum of x x^T, each as
-            the bytes of float64 numbers. If a sum does not exist, its bytes are empty.
+        arrays: the float64 numbers of three sums as bytes: the sum of x, the sum of x y, and the
+            `upper_blocks` of the sum of x x^T. If a sum does not exist, its bytes are empty.
     """
 
     count: int
@@ -68,7 +68,9 @@ class Packed(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Sums over the rows of one name, site, layer and label, in float64.
+    """Sums over the rows x of one name, site, layer and label, in float64.
+
+    Requests can have a target: a number y that belongs to all rows of the request.
 
     Attributes:
         count: number of rows.
@@ -76,9 +78,9 @@ class Sums:
         xx: [width, width], the sum of x x^T; None without covariance.
         xy: [width], the sum of x y; None without targets.
         y, yy: the sum of the targets, and the sum of their squares; 0 without targets.
-        missing: How many selected rows are missing from at least one of the sums. Rows are missing
-            if the device had no room, if an error occurred, or if the options of a request differ
-            from the options of the sums.
+        missing: How many selected rows are missing from at least one of the sums. There are three
+            causes: the device had no room, an error occurred, or a request's options differ from
+            the options of the sums.
     """
 
     count: int
@@ -125,8 +127,8 @@ class Sums:
         """The sums over the rows of `self` and of `other`.
 
         Raises:
-            ValueError: the widths differ. Or both operands have rows, but only one of them has the
-                sum of x x^T or of x y.
+            ValueError: the widths differ; or both operands have rows, but only one operand has the
+                sum of x x^T, or only one has the sum of x y.
         """
         if self.x.shape != other.x.shape:
             raise ValueError(

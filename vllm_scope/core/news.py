@@ -34,8 +34,8 @@ from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.ticket import Recipient
 from vllm_scope.sinks.request import Ended
 
-#: Limits of a worker's memory in bytes: for specs together with their vectors, and for the vectors
-#: that later specs can share.
+#: Limits in bytes. A worker stores at most SPEC_BYTES of specs with their vectors, and at most
+#: ARRAY_BYTES of vectors that later specs can share.
 SPEC_BYTES, ARRAY_BYTES = 64 << 20, 64 << 20
 
 
@@ -43,8 +43,8 @@ class Entrant(msgspec.Struct, frozen=True):
     """A request that is new for the workers.
 
     Attributes:
-        recipient: the request's Recipient. None for a request without a spec of its own, to which
-            only server-wide edits or global sinks apply.
+        recipient: the request's Recipient. None if the request has no spec of its own. Only
+            server-wide edits or global sinks then apply to the request.
         spec: the number of the request's spec. The StepNews of this step or of an earlier step has
             the spec under this number.
         columns: the result of `RequestProgram.columns`, from which a worker makes the request's
@@ -83,22 +83,22 @@ class StepNews(msgspec.Struct):
         ended: for each ended request with sinks, the tokens that the scheduler has accepted, by
             request id.
         zeroed: KV blocks that the workers must zero before the step's forward.
-        filled: by request id, the KV blocks that the request has filled, and whose scores the
-            workers must store now: (number of the first block, hashes of all these blocks). The
-            last of the blocks is filled in this step or in an earlier step.
+        filled: by request id, the filled KV blocks whose scores the workers must store now:
+            (number of the first of these blocks, hashes of all these blocks). The last of these
+            blocks is filled in this step or in an earlier step.
         filled_at_end: the same for requests that have ended.
         forgotten_scores: the keys of scores that workers drop.
         resumed: by request id, the number of tokens of a request that begins now, or begins again
             after preemption. Only requests with states of gates are in this dict.
-        begun: by request id, the names of the probes that have a verdict since the last step, and
-            for whose verdicts other probes wait.
+        begun: by request id, the names of probes that got a verdict since the last step. Other
+            probes of the request wait for these verdicts (request.cascade).
         scales: by request id, the new scales of edits that the request's policy has set.
         accepted: by request id, the number of tokens that the scheduler has accepted. Only running
             and ended requests with Moments are in this dict.
         resolved: the new specs before packing, by the number of the spec.
         held: the programs of the entrants, by request id. A worker in EngineCore's process uses
-            `resolved` and `held`. A pickled StepNews, for workers in other processes, does not
-            contain them.
+            `resolved` and `held`. A pickled StepNews, for workers in other processes, contains
+            neither.
     """
 
     entrants: dict[str, Entrant] = {}
@@ -137,8 +137,8 @@ def packed_of(asked: Resolved) -> tuple[Packed, dict[bytes, Array]]:
 
 
 def digest_of(asked: Resolved) -> bytes:
-    """The digest of a spec that `know_digest` has set, or else the digest of the packed spec. Equal
-    specs have equal digests."""
+    """The digest of a spec. If `know_digest` has set a digest, this function returns that digest,
+    and otherwise the digest of the packed spec. Equal specs have equal digests."""
     known: bytes | None = asked.__dict__.get("_digest")
     return packed_of(asked)[0].digest if known is None else known
 
@@ -165,8 +165,8 @@ class Told:
         self._arrays: Remembered[bytes, bool] = Remembered(ARRAY_BYTES)
 
     def number_of(self, asked: Resolved, news: StepNews) -> int:
-        """The number of a spec. If the workers do not have the spec, adds the spec to `news`,
-        together with those of its vectors that the workers do not have."""
+        """The number of a spec. If the workers do not have the spec, adds the spec to `news`. Also
+        adds the vectors of the spec that the workers do not have."""
         known = self._specs.get(id(asked))
         if known is not None:
             return known[1]

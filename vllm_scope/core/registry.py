@@ -115,8 +115,8 @@ class Registry:
 
     def modules(self) -> dict[str, dict[str, Any]]:
         """For each module, by name: {"digest": ..., "streams": ...}. `streams` has [site, layer]
-        for each vector, or [site, layer, tier] for a vector that applies only to "prompt" or only
-        to "generated" tokens (the tier)."""
+        for each vector. A vector that applies only to "prompt" or only to "generated" tokens has
+        [site, layer, tier]; the tier is one of these two words."""
         return {
             name: {"digest": digest, "streams": [list(s) for s in self._vectors[name]]}
             for name, digest in self.names.items()

@@ -4,13 +4,13 @@ Owns:  ScoreIndex.
 Runs:  in EngineCore, on the scheduler's thread.
 From:  engine.core.scheduler.   To: news (the scores that workers store and drop).
 
-A KV block holds the keys and values of a fixed number of tokens. If the workers store the scores of
-a block's tokens, a later request with the same probes can use the block from the prefix cache, and
-still gets its scores. The workers store scores by the pair (block hash, digest of the probes). The
-block hash covers all tokens up to the end of the block, and all edits of these tokens. Therefore
-the scores of two blocks with the same pair are equal. EngineCore decides which scores the workers
-store and drop, and so knows the stored scores. If the scores exceed a limit in bytes, the scores
-that were used longest ago are dropped first.
+A KV block holds the keys and values of a fixed number of tokens. A later request with the same
+probes can use the block from the prefix cache. If the workers have stored the scores of the block's
+tokens, the request gets these scores. The workers store scores by the pair (block hash, digest of
+the probes). The block hash covers all tokens up to the end of the block, and all edits of these
+tokens. Therefore the scores of two blocks with the same pair are equal. EngineCore decides which
+scores the workers store and drop. Therefore EngineCore knows the stored scores. If the scores
+exceed a limit in bytes, the scores that were used longest ago are dropped first.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _BLOCK_BYTES = 512
 #: block is full.
 TURNS = 8
 #: When a request has ended, its blocks are marked as used. In each step, EngineCore marks the
-#: blocks of this number of ended requests. If more than TURNS * ENDS_A_STEP ended requests wait,
+#: blocks of ENDS_A_STEP ended requests. If more than TURNS * ENDS_A_STEP ended requests wait,
 #: EngineCore marks the blocks of 1 / TURNS of them in each step. Without this limit, 128 requests
 #: that ended together delayed the last outputs by 3 ms (on the host of an H100).
 ENDS_A_STEP = 4
-#: If the blocks of ended requests that are not marked yet have scores of more than `most_bytes` /
-#: WAITING, EngineCore marks all these blocks at once.
+#: Some blocks of ended requests are not marked as used yet. If the scores of these blocks take more
+#: than `most_bytes` / WAITING bytes, EngineCore marks all these blocks at once.
 WAITING = 8
 #: The key of a block's scores: (block hash, digest of the probes).
 ScoreKey = tuple[bytes, bytes]
@@ -69,8 +69,8 @@ class ScoreIndex:
         #: that began last.
         self._turns: dict[str, int] = {}
         self._last_turn = 0
-        #: By the id of an ended request: the blocks that the workers do not know of yet, in the
-        #: form that `fill` returns.
+        #: By the id of an ended request: its full blocks that no news has named yet, in the form
+        #: that `fill` returns.
         self._ended: dict[str, tuple[int, list[bytes]]] = {}
         #: For each ended request whose blocks are not marked as used yet: (hashes of its blocks,
         #: digest of its probes, bytes of the scores of all its blocks).
@@ -78,8 +78,8 @@ class ScoreIndex:
         #: The sum of the bytes in `_ended_chains`.
         self._ended_bytes = 0
         #: `_step` is the number of steps so far. `_due_at` has, by request id, the step in which
-        #: `due` returns the request. `_due` has the requests by this step, and also requests whose
-        #: step has changed since.
+        #: `due` returns the request. `_due` has the requests by this step. If the step of a request
+        #: has changed, `_due` still has the request under the old step too.
         self._step = 0
         self._due: dict[int, dict[str, None]] = {}
         self._due_at: dict[str, int] = {}
@@ -108,9 +108,10 @@ class ScoreIndex:
 
     def look_again(self, request_id: str, num_tokens: int) -> None:
         """Choose the step in which `due` returns a request again. If the next block needs fewer
-        than `step_tokens` more tokens, this is the next step. Otherwise, it is the first step that
-        can fill the block, plus the request's turn (TURNS). If scores of the block must not be
-        stored (`freeze`), `due` does not return the request again.
+        than `step_tokens` more tokens, `due` returns the request in the next step. Otherwise, let s
+        be the first step that can fill the block. `due` then returns the request in step s + t,
+        where t is the request's turn (TURNS). If scores of the block must not be stored (`freeze`),
+        `due` does not return the request again.
 
         Args:
             num_tokens: the number of the request's known tokens. A step adds at most `step_tokens`.
@@ -126,11 +127,11 @@ class ScoreIndex:
         self._due_at[request_id] = step
 
     def num_known(self, hashes: Sequence[bytes], probes: bytes) -> int:
-        """The number of blocks from the first on whose scores the workers store. Marks these blocks
-        as used."""
+        """The number of blocks before the first block whose scores the workers do not store. Marks
+        the counted blocks as used."""
         known = list(takewhile(self._known.__contains__, zip(hashes, repeat(probes))))
-        # The last block is marked first, so that it is also dropped first. Scores of a later block
-        # are useless without the scores of the blocks before it.
+        # The last block is marked first, and is therefore also dropped first. Scores of a later
+        # block are useless without the scores of the blocks before it.
         self._known.use(reversed(known))
         return len(known)
 
@@ -150,8 +151,8 @@ class ScoreIndex:
         self, request_id: str, hashes: Sequence[bytes], num_tokens: int, probes: bytes,
         token_bytes: int,
     ) -> tuple[int, list[bytes]] | None:  # fmt: skip
-        """Record the blocks that a request has filled since the last call, so that workers store
-        their scores.
+        """Record the blocks that a request has filled since the last call. The workers store the
+        scores of the blocks that this method returns.
 
         Args:
             hashes: hashes of the request's blocks so far. The list itself is stored, not a copy.
@@ -159,7 +160,8 @@ class ScoreIndex:
             token_bytes: bytes of the scores of one token.
 
         Returns:
-            (number of the first new full block, hashes of all new full blocks), or None.
+            (number of the first new full block, hashes of all new full blocks); None if no block
+            is newly full.
         """
         first = self._told[request_id]
         num_tokens = min(num_tokens, self._frozen.get(request_id, num_tokens))
@@ -180,10 +182,10 @@ class ScoreIndex:
             self._frozen.setdefault(request_id, num_tokens)
 
     def lose(self, keys: Iterable[ScoreKey]) -> None:
-        """Record that a worker has lost the scores with these keys. With the next news, all workers
-        drop these scores, because workers of other pipeline stages can still have their parts of
-        the scores. The report can be late, and can name scores that were stored again after the
-        loss."""
+        """Record that a worker has lost the scores with these keys. Workers of other pipeline
+        stages can still have their parts of the scores. Therefore all workers drop these scores
+        with the next news. The report of a loss can be late. It can then name scores that were
+        stored again after the loss."""
         lost = set(keys)
         self._known.discard(lost)
         self._forgotten += lost
@@ -236,8 +238,8 @@ class ScoreIndex:
 
     def _use_ended(self, count: int) -> None:
         """Mark the blocks of `count` ended requests as used, by `num_known`. A request fills its
-        first block first, so that the last block would be dropped last. `num_known` reverses this
-        order."""
+        first block first. Without this method, its first block would be dropped first. `num_known`
+        reverses the order."""
         for _ in range(min(count, len(self._ended_chains))):
             hashes, probes, num_bytes = self._ended_chains.popleft()
             self._ended_bytes -= num_bytes

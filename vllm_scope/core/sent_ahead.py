@@ -10,9 +10,9 @@ front-ends need the memory. If there is no free memory, EngineCore drops the vec
 front-end that sent its vectors longest ago. (EngineCore gets no message if a front-end dies.) A
 front-end names a vector by its digest only after `replace` has returned the digest. After a
 front-end has sent other vectors, its tickets name only the new vectors. Messages of one front-end
-arrive in order. Therefore EngineCore has all vectors that a ticket names, unless EngineCore has
-dropped them to make room for another front-end. If a vector was dropped, EngineCore refuses the
-request (UnheldError), and the front-end sends the vectors again.
+arrive in order. Therefore a ticket can name a missing vector only if EngineCore has dropped the
+vector to make room for another front-end. EngineCore then refuses the request (UnheldError), and
+the front-end sends the vectors again.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ Runs:  in EngineCore. Requests enter on one thread. Another thread begins reques
 From:  engine.core.entry, engine.core.scheduler (callers).   To: batch.sums (bytes of sums).
 
 Promise: the sums in a SumsRoom fit into `moments_mib`, and all sums of one name have the same
-options. A SumsRoom allocates room when a request enters, and again when the request begins, because
-a caller can drop the sums in between. If other requests have taken the room or the name in the
-meantime, the request still runs, and the workers count its rows as missing. Sums outlive their
-requests: their room is freed only when a caller drops them.
+options. A SumsRoom allocates room when a request enters. If a caller drops the sums before the
+request begins, the SumsRoom allocates the room again when the request begins. In between, other
+requests can have taken the room, or can have used the name with other options. The request then
+still runs, and the workers count its rows as missing. Sums outlive their requests: their room is
+freed only when a caller drops them.
 """
 
 from __future__ import annotations

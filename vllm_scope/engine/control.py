@@ -1,7 +1,7 @@
 """Lets a Controller read and change the server-wide edits of an engine.
 
-Owns:  `edits_of` (the ServerEdits of an engine), `configured` (the controller of a server), and
-       `flush` (sets the edits that wait for the caller's thread).
+Owns:  `edits_of` (the ServerEdits of an engine), `configured` (the controller of a server), `flush`
+       (sets the edits that wait for the caller's thread).
 Runs:  in the front-end.
 From:  controller.   To: engine.core.entry (remote calls), monitors (observations).
 
@@ -56,7 +56,7 @@ class _OfLlm(_Listening):
     def __init__(self, engine: LLMEngine) -> None:
         super().__init__(engine.vllm_config)
         self._engine, self._owner = engine, threading.get_ident()
-        if _waiting.of(engine) is None:  # edits of an earlier _OfLlm can still wait in a deque
+        if _waiting.of(engine) is None:  # an earlier deque stays: edits can still wait in it
             _waiting.put(engine, deque(maxlen=1))
 
     def get(self) -> str | None:
@@ -117,9 +117,9 @@ def configured(vllm_config: VllmConfig) -> Controller | None:
     controller.
 
     Raises:
-        ConfigError: there is no entry point of this name, or the entry point's function does not
-            return a Controller. The error is also raised if there are several API servers, because
-            each API server would see only some of the requests.
+        ConfigError: there is no entry point of this name; or the entry point's function does not
+            return a Controller; or there are several API servers. (Each API server would see only
+            some of the requests.)
     """
     config = config_of(vllm_config)
     if config is None or config.controller is None:

@@ -1,9 +1,9 @@
 """Finds which sites of a model can be read, by tapping a model that vLLM's worker has built.
 
 Owns:  `describe_model`, ModelReport, SiteReport.
-Runs:  in `vllm-scope doctor`, in one process. The model's modules are built without weights, on
-       torch's meta device, or on the CPU if the constructor of the model computes with parameters.
-       No KV cache is allocated. No model is compiled or run.
+Runs:  in `vllm-scope doctor`, in one process. The model's modules are built without weights on
+       torch's meta device. If the model's constructor computes with parameters, the modules are
+       built on the CPU instead. No KV cache is allocated. No model is compiled or run.
 
 Promise: a layer is reported as readable only if `_tap` has installed the site's taps on the layer.
 """
@@ -69,8 +69,8 @@ class ModelReport:
         sites: maps every site of vllm-scope to the site's report. Empty if taps do not support the
             model's layers or this engine.
         configured: the configured sites.
-        num_taps, arena_mib: the number of taps and the size of the arena in an engine with the
-            configured sites; 0 if there is a `reason`.
+        num_taps, arena_mib: the number of taps and the size of the arena, in an engine with the
+            configured sites. If there is a `reason`, both are 0.
         unread: True if the parser does not understand the model's source. An engine that compiles
             such a model finds the stream from the numbers of a forward instead.
     """
@@ -102,8 +102,8 @@ def describe_model(
         ConfigError: the sites are not valid, or vLLM cannot import its code of the model.
         CompatError: vllm-scope does not support this version of vLLM, or a symbol that a wrapper
             needs is missing.
-        Exception: the error of vLLM if vLLM cannot build the model, or if the device lacks the
-            memory that `gpu_memory_utilization` requests.
+        Exception: vLLM's own error: vLLM cannot build the model, or the device lacks the memory
+            that `gpu_memory_utilization` requests.
     """
     scope = {} if sites is None else {"sites": list(sites)}
     config = ScopeConfig.parse(scope)  # checked before the import of vLLM, which takes seconds
@@ -141,8 +141,8 @@ def _config_of(model: str, options: dict[str, object]) -> VllmConfig:
 
 
 def _say_import(error: ValueError) -> None:
-    """Raises ConfigError with the cause if vLLM has code for the architecture but cannot import the
-    code. vLLM's own error does not contain the cause."""
+    """If vLLM has code for the architecture but cannot import the code, raises ConfigError with the
+    cause. vLLM's own error does not contain the cause."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     for name in re.findall(r"'(\w+)'", reason_of(error)):
@@ -179,9 +179,9 @@ def _register_loader() -> None:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     if hasattr(registry, "_run_in_subprocess"):
-        # vLLM inspects a model's class in another process, to keep CUDA out of this process. Here
-        # the inspection runs in this process, which halves the total time. This is safe, because no
-        # process is forked later.
+        # vLLM inspects a model's class in another process, because a process that has started CUDA
+        # must not be forked later. This process forks no process. Therefore the inspection can run
+        # in this process, which halves the total time.
         registry._run_in_subprocess = lambda ask: ask()
 
     class NoWeights(BaseModelLoader):

@@ -5,8 +5,8 @@ Runs:  in `vllm-scope doctor`; as a script, which adds a release to digests.json
        python -m vllm_scope.engine.digests 0.32.0=.venv/lib/python3.11/site-packages/vllm
 From:  seams.CONTRACT. The source files of vLLM are parsed, and no module of vLLM is imported.
 
-A release counts as read if the authors of this package have checked its source. digests.json has
-the digests of all releases that the authors have read.
+The authors of this package have read a release if they have checked its source. digests.json has
+the digests of these releases.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def digest(root: Path, seam: Seam) -> str | None:
 
 
 def missing(root: Path, seam: Seam) -> list[str]:
-    """The names in a seam's `reads` that the symbol's module does not contain, and the names in the
-    seam's `parameters` that the function does not have."""
+    """The names that a seam needs and that this vLLM lacks: names in `reads` that are not in the
+    symbol's module, and names in `parameters` that the function does not have."""
     node, text = _symbol(root, seam)
     arguments = None if node is None or isinstance(node, ast.ClassDef) else node.args
     taken = set() if arguments is None else {each.arg for each in _parameters(arguments)}

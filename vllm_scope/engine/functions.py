@@ -1,13 +1,13 @@
 """Runs Python functions of requests between layers, if the engine is one process and not compiled.
 
-Owns:  the functions of each request, and a random name for them that is valid only in this process;
-       the check whether an engine can run functions; the code that calls the functions in a step.
+Owns:  the functions of each request, under a random name that is valid only in this process; the
+       check whether an engine can run functions; the code that calls the functions in a step.
 Runs:  in the front-end and the worker, which must be one process.
 From:  frontend.translators.   To: graph.anatomy.hooked.
 
 Promise: a function sees only the rows of its own request. If a function raises an error in a
-completion, no function is called for this completion any more, and the completion's result is an
-error. Other requests continue. If a request has functions, no other request uses its KV.
+completion, the completion's result is this error, and no function is called for the completion any
+more. Other requests continue. If a request has functions, no other request uses its KV.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ from contextlib import contextmanager
 
 #: The number of new objects after which Python begins a collection of the youngest objects. The
 #: default of Python is 700. A running cell of a sweep has several hundred objects in EngineCore,
-#: and all running cells have about _FIRST objects. Therefore most objects are freed before a
-#: collection visits them. With the default, collections in EngineCore took 63 ms of the 4.2 s of a
-#: batch of 256 requests with 64 probes, and 32 ms if the requests had no taps (H100). If a server
-#: always has requests with taps, garbage in cycles stays in memory until there are _FIRST new
-#: objects. These take less than 100 MB.
+#: and all running cells together have about _FIRST objects. Therefore most objects are freed before
+#: a collection visits them. A batch of 256 requests with 64 probes took 4.2 s on an H100. With the
+#: default, collections in EngineCore took 63 ms of this time, and 32 ms if the requests had no
+#: taps. If a server always has requests with taps, garbage in cycles stays in memory until there
+#: are _FIRST new objects. These objects take less than 100 MB.
 _FIRST = 200_000
 
 
@@ -33,8 +33,8 @@ class _Seldom:
     calls `begin` and `end`."""
 
     def __init__(self) -> None:
-        # The lock is an RLock, because a collection while a thread holds the lock can free an
-        # object that calls `end` on the same thread.
+        # While a thread holds the lock, a collection on this thread can free an object that calls
+        # `end`. Therefore the lock is an RLock.
         self._lock = threading.RLock()
         self._num = 0
         self._before = self._set = gc.get_threshold()
@@ -70,9 +70,9 @@ def frozen_heap() -> Iterator[None]:
     """In the `with` block, garbage collections are rarer, and ignore all older objects.
 
     Each request makes hundreds of objects, which cause garbage collections. If these collections
-    also visited the old objects, they would take a tenth of this process's time (measured with
-    EngineCore in another process). Old garbage is freed only after the `with` block. There is no
-    full collection at the start, because it would stop the engine for 0.3 s.
+    also visited the old objects, the collections would take a tenth of this process's time. (This
+    was measured with EngineCore in another process.) Old garbage is freed only after the `with`
+    block. There is no full collection at the start, because it would stop the engine for 0.3 s.
     """
     # The heap can already be frozen, by the caller or by an EngineCore in this process.
     freezes = not gc.get_freeze_count()

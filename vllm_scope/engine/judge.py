@@ -2,7 +2,7 @@
 
 Owns:  Judge, and `tallied`.
 Runs:  in the front-end. The front-end calls `Judge.told` with each snapshot of a completion's rows.
-       The backlog's thread counts.
+       The thread of the backlog (control.backlog) later counts the findings.
 From:  monitors.   To: control.backlog, control.activity, sinks.metrics, webhook, controller,
        server.peers.
 
@@ -65,8 +65,8 @@ class Judge:
         """If a completion has ended, add the completion to the backlog. The front-end calls this
         method with each snapshot of the completion's rows.
 
-        Scores are read only after the completion has ended. If the scores were read in each step, a
-        step would take longer the more tokens are generated.
+        Scores are read only after the completion has ended. If the scores were read in each step,
+        each step would take longer than the step before.
         """
         reason = completion.finish_reason
         if reason is None or completion.index in self._counted:

@@ -32,9 +32,9 @@ from vllm_scope.sinks.router import GLOBAL
 CONNECTORS_BY_HASH = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 
 
-#: The features of vLLM with which rows would be wrong. Each item has an attribute of VllmConfig,
-#: the value of this attribute if the feature is off, and the feature's name with the reason. Some
-#: versions of vLLM do not have all of these attributes.
+#: The features of vLLM with which rows would be wrong. Each item has three parts: an attribute of
+#: VllmConfig, the attribute's value if the feature is off, and the feature's name with the reason.
+#: Some versions of vLLM do not have all of these attributes.
 _UNFIT: tuple[tuple[str, object, str], ...] = (
     ("parallel_config.use_ubatching", False,
      "dual batch overlap (each half reads the plan from row 0)"),
@@ -107,8 +107,8 @@ def global_reads(config: ScopeConfig, sites: Sites) -> Resolved:
 
 
 def check_engine(vllm_config: VllmConfig) -> None:
-    """Raises CompatError if this engine uses a feature of vLLM with which rows would be wrong, or
-    if the model is a pooling model."""
+    """Raises CompatError if this engine uses a feature in `_UNFIT`, or if the model is a pooling
+    model."""
     for path, off, reason in _UNFIT:
         found: object = vllm_config
         for name in path.split("."):
@@ -159,8 +159,8 @@ def supposed_anatomies_of(
 
     found = supposed_anatomies(model, num_layers_of(vllm_config), _is_missing, _has_cache, unread)
     _check_layers(found[0], vllm_config)
-    # In these modes, all forwards use one graph. vLLM drops the guards, which are the conditions
-    # under which torch.compile would trace the model again.
+    # In these modes, all forwards use one graph, because vLLM drops torch.compile's guards. A guard
+    # is a condition under which torch.compile would trace the model again.
     # vllm 0.32, compilation/wrapper.py, TorchCompileWithNoGuardsWrapper
     once = (CompilationMode.VLLM_COMPILE, CompilationMode.DYNAMO_TRACE_ONCE)
     names = found[0].path.split(".")

@@ -29,7 +29,7 @@ Found = dict[Key, Sums]
 _Call = tuple[str, tuple[object, ...]]
 T = TypeVar("T")
 #: A generator that yields remote calls, and returns a T. The caller makes each call, and sends the
-#: answers to the generator: a list for each replica, with the answer of each of its workers.
+#: answers to the generator. There is a list for each replica, with the answers of its workers.
 _Asking = Generator[_Call, list[list[Any]], T]
 
 
@@ -104,8 +104,8 @@ def moments_of(engine: LLMEngine, name: str) -> Found:
     added to the sums after the request's next token is accepted.
 
     Raises:
-        SpecError: there are no sums with this name (the message lists names that have sums), or the
-            sums of the replicas cannot be added.
+        SpecError: there are no sums with this name, or the sums of the replicas cannot be added. In
+            the first case, the message lists names that have sums.
     """
     return _run(engine, _every(name))
 

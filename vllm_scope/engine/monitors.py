@@ -2,19 +2,21 @@
 
 Owns:  Monitor, `monitors_of`, `set_monitors`, `share` (shares monitors with other API servers),
        `activity_of`, `listen`, and the translator that adds monitors to requests.
-Runs:  in the front-end, for each request; in workers at load, to check configured monitors.
+Runs:  in the front-end, for each request. In workers, when the model is loaded, to check the
+       configured monitors.
 From:  config (`monitors`), server.shared, server.peers.   To: frontend.translators, judge,
        controller.
 
 A monitor is a probe with a threshold. In a request, the probe of the monitor NAME has the name
 `monitor/NAME`.
 
-Promise: if the model does not support a configured monitor, or the engine has no room for all
-configured monitors, the engine does not start. If the same is true of monitors that an operator
-sets later, the monitors are refused. No request passes without the monitors that are set when it
-enters. Therefore a request is refused in two cases: the monitors and the request's own actions
-together need more room than the engine has; or the request has prompt embeddings or streamed input,
-which cannot be tapped. A server with monitors also refuses beam search.
+Promise: if the model does not support a configured monitor, the engine does not start. If the
+engine has no room for all configured monitors, it does not start either. If an operator later sets
+monitors that the engine does not support or has no room for, these monitors are refused. Every
+request has the monitors that are set when the request enters. Therefore a request is refused if the
+monitors and the request's own actions together need more room than the engine has. A request with
+prompt embeddings or streamed input is also refused, because it cannot be tapped. A server with
+monitors also refuses beam search.
 """
 
 from __future__ import annotations
@@ -376,21 +378,21 @@ def set_monitors(
     ask: Callable[[str], object] = lambda _: None,
 ) -> None:
     """Replace an engine's monitors, in this process and in the other API server processes. The new
-    monitors are added to requests that enter later, but not to the prepared requests of a sweep or
-    harvest that already runs (frontend.alike).
+    monitors are added to requests that enter later. There is one exception: the prepared requests
+    of a sweep or harvest that already runs (frontend.alike).
 
     Args:
         bodies: maps the name of each monitor to the body for `parse`. A body must not have the
-            fields `file` and `url`, because a caller is allowed to send numbers, but no paths and
-            no addresses. An empty mapping removes all monitors.
+            fields `file` and `url`: a caller can send numbers, but no paths and no addresses. An
+            empty mapping removes all monitors.
         connection: the engine's sites and limits.
         ask: a function that gets the monitors as the text of a spec. It asks EngineCore whether
             there is room for these monitors and the server-wide edits together.
 
     Raises:
-        SpecError: a monitor is malformed, or the engine does not support a monitor, or does not
-            have enough room for all monitors and the server-wide edits. In this case, no monitor is
-            changed.
+        SpecError: a monitor is malformed, or the engine does not support a monitor, or the engine
+            has too little room for all monitors and the server-wide edits. In this case, no monitor
+            is changed.
         OSError: the file that API servers share cannot be written. In this case, no monitor is
             changed.
     """

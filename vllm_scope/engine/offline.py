@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: A step has at most max_num_seqs requests and max_num_batched_tokens tokens. The engine takes
-#: prompts until it has _AHEAD times one of these numbers. Then the scheduler never waits for the
-#: next prompt.
+#: prompts until it has _AHEAD times this number of requests or of tokens. The scheduler then never
+#: waits for the next prompt.
 _AHEAD = 4
 #: The time in seconds between two checks whether EngineCore is alive.
 _LOOK_S = 0.5
@@ -54,9 +54,9 @@ class OfflineEngine:
         model: the model's name or folder.
 
     Raises:
-        SpecError: `model` is neither a name nor an LLM; or `model` is an LLM, and there are
-            options; or an engine for the named model would have no tap for one of the reads. In
-            all three cases, no engine is started.
+        SpecError: there are three cases, and in each case no engine is started. `model` is neither
+            a name nor an LLM. Or `model` is an LLM, and there are options. Or an engine for the
+            named model would have no tap for one of the reads.
         ScopeError: vLLM cannot start.
     """
 

@@ -89,8 +89,8 @@ def checking_sites(check: Callable[[Sites], object]) -> Iterator[None]:
 def wrap_engine_args() -> None:
     """Wrap EngineArgs.create_engine_config. The wrapper stores all options of this package in
     additional_config. The workers read the options there, and the key of vLLM's compile cache
-    depends on them. If a file is missing, or the model lacks a site or layer, the wrapper raises an
-    error before vLLM starts a process."""
+    depends on these options. Before vLLM starts a process, the wrapper raises an error if a file is
+    missing, or if the model lacks a site or layer."""
     from vllm_scope.engine.frontend import requests
     from vllm_scope.engine.model import sites_of
 
@@ -118,7 +118,7 @@ def wrap_engine_args() -> None:
 
 def wrap_log() -> None:
     """Wrap the function that prepares vLLM's arguments for the log. The options of sinks, policies
-    and monitors can contain secrets. The wrapper hides these (sinks.options.without_secrets)."""
+    and monitors can contain secrets. The wrapper hides the secrets (`without_secrets`)."""
 
     def redact(
         original: Callable[..., dict[str, object]], args: dict[str, object]

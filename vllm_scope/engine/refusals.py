@@ -2,7 +2,7 @@
 
 Owns:  `refusal`, `busy` and `named` (make errors that vLLM's server turns into HTTP answers); the
        code that carries an error from EngineCore to the caller.
-Runs:  in EngineCore and in the front-end. The wrapper runs on EngineCore's input thread.
+Runs:  in EngineCore and in the front-end. `_refuse` runs on EngineCore's input thread.
 
 If EngineCore refuses a request, vLLM's output says only that the request ended with an error.
 This file puts the error's text into the output's `stop_reason`, which vLLM leaves empty for errors.

@@ -32,10 +32,10 @@ REFUSED = (
 def serves(vllm_config: Any) -> bool:
     """True if an engine's requests come from vLLM's Rust front-end.
 
-    The value of VLLM_USE_RUST_FRONTEND alone is not enough, because `LLM` ignores this variable.
-    The API server rank is -1 if `run_multi_api_server` of `vllm serve` starts the engine. If the
-    variable is set, `run_multi_api_server` also starts the Rust front-end. vllm 0.30 to 0.33,
-    entrypoints/cli/serve.py, run_multi_api_server
+    The value of VLLM_USE_RUST_FRONTEND alone is not enough, because `LLM` ignores this variable. If
+    `run_multi_api_server` of `vllm serve` starts the engine, the API server rank is -1. This
+    function starts the Rust front-end if the variable is set.
+    vllm 0.30 to 0.33, entrypoints/cli/serve.py, run_multi_api_server
     """
     from vllm import envs
 

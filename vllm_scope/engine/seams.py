@@ -265,7 +265,8 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     ),
     "distributed.parallel_state": (_uses("get_pp_group"), _uses("get_tp_group")),
     "compilation.decorators": (_uses("_support_torch_compile", "do_not_compile"),),
-    # vllm-scope relies on the source of `__init__`, which makes one graph without guards.
+    # vllm-scope relies on the source of `__init__`: all forwards use one graph, because torch's
+    # guards are dropped (engine.model).
     "compilation.wrapper": (_uses("TorchCompileWithNoGuardsWrapper", "__init__"),),
     "model_executor.models.utils": (_uses("PPMissingLayer"),),
     "model_executor.layers.attention.attention": (

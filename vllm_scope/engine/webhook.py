@@ -135,8 +135,8 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def _has_host(url: str) -> bool:
-    """True if the text is a URL of http or https with a host, and urllib can send to this URL.
-    urllib takes no user name, no space, and only ASCII characters in a path."""
+    """True if the text is a URL of http or https with a host, and urllib can send to this URL. For
+    urllib, the URL must not have a user name or a space. Its path and query must be ASCII."""
     try:
         parts = urllib.parse.urlsplit(url)
         # The property `port` raises ValueError if the port is not a number from 0 to 65535.

@@ -5,10 +5,10 @@ Runs:  in every process of an engine, once, before the engine is created. In a w
        Runner V1, the sampler is wrapped later, when the runner gets its taps.
 From:  seams.CONTRACT.
 
-Promise: an engine does not start in three cases: a wrapped symbol is missing; the symbol lacks a
-parameter that its wrapper reads; or the symbol has a new parameter that its wrapper does not
+Promise: an engine does not start in three cases. A wrapped symbol is missing. Or the symbol lacks a
+parameter that its wrapper reads. Or the symbol has a new parameter that its wrapper does not
 accept. The error names the symbol. If supported versions of vLLM differ in a feature, our code
-tests whether the feature exists. It does not test the version.
+tests whether the feature exists, and does not test the version.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def _wrapped(
             f"{owner.__name__}.{name} of this vLLM has no parameter "
             f"{', '.join(sorted(missing))}; {_known()}"
         )
-    # If the symbol is a class method, `getattr` has bound it to its class. Its signature then lacks
-    # the first parameter, but the wrapper gets an argument for this parameter.
+    # If the symbol is a class method, `getattr` has bound the method to its class. The signature
+    # then lacks the first parameter, but the wrapper gets an argument for this parameter.
     given = [original, owner] if inspect.ismethod(original) else [original]
     refused = _refused_parameter(signature, wrapper, given)
     if refused is not None:

@@ -1,14 +1,15 @@
 """Zeroes KV blocks that can hold NaN after a faulty edit, before a request uses them again.
 
-Owns:  in EngineCore, the set of the KV blocks that can hold NaN (unfit blocks); in the worker, the
-       code that zeroes these blocks.
+Owns:  in EngineCore, the set of the unfit blocks, which are KV blocks that can hold NaN; in the
+       worker, the code that zeroes unfit blocks.
 From:  engine.worker.faults (a failed request), the scheduler (freed blocks).
 
 Some attention kernels, such as vLLM's CPU kernel, read the whole block that holds a token. If the
 block contains NaN, the token's result is then also NaN, because 0 * NaN is NaN. Therefore, if
 another request gets the blocks of a faulty request, the worker zeroes these blocks before the next
-forward. EngineCore gets the report of a fault only after a step has ended. Therefore, if an edited
-request ends or is preempted during a step, the blocks that the step writes count as unfit.
+forward. EngineCore gets the report of a fault only after a step has ended. If an edited request
+ends or is preempted during a step, EngineCore does not know yet whether the step has a fault.
+Therefore the blocks that this step writes count as unfit.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ def withdraw(scheduler: Scheduler, request: Request) -> set[str]:
 
 
 def _free_blocks(original: Callable[..., T], self: Scheduler, request: Request) -> T:
-    """Scheduler._free_request_blocks, which vLLM calls when a request ends or is preempted. If
-    running steps still write edited KV into some of the request's blocks, these blocks leave the
+    """Scheduler._free_request_blocks. vLLM calls this method when a request ends or is preempted.
+    If a running step still writes edited KV into blocks of the request, these blocks leave the
     prefix cache and count as unfit."""
     first = first_edited(request)
     if first is not None and request.num_in_flight_tokens:
@@ -130,7 +131,8 @@ def due(scheduler: Scheduler) -> list[int]:
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Zero the null block now, so that the kernel that zeroes blocks is not compiled during a step.
+    """Zero block 0 now, so that the kernel that zeroes blocks is not compiled during a step. Block
+    0 is vLLM's null block, which belongs to no request.
 
     Raises:
         CompatError: this package cannot zero single blocks of this KV cache.

@@ -1,6 +1,7 @@
 """EngineCore's data about requests that read, probe or edit.
 
-Owns:  Entered, and the tables with the Entered and the keys of KV blocks of each request.
+Owns:  Entered, and two tables: one has the Entered of each request, and one has the keys of the KV
+       blocks of each edited request.
 Runs:  in EngineCore. The input thread writes the tables. The input thread and the scheduler's
        thread read the tables.
 From:  entry.   To: scheduler, scores, variants, outputs, clearing.
@@ -38,8 +39,8 @@ class Entered(Struct, frozen=True):
         unchecked: True if the request can deliver more bytes in one step than its front-end has
             checked.
         logged: the range that the request needs in the log of states. Its `start` is not set yet.
-        reserve: the table entries that the request can need when its policy changes scales, and the
-            number of rows to which the request's lenses are applied.
+        reserve: a Cost with two parts: the table entries that the request can need when its policy
+            changes scales, and the number of rows to which the request's lenses are applied.
         sums: the object that reserves room for the request's sums; None if there are no Moments.
         num_prompt: number of tokens of the prompt, or of the first piece of streamed input.
     """
@@ -68,7 +69,7 @@ _entered: Beside[Entered] = Beside()
 #: Maps vLLM's Request, if the request has edits, to the keys of the request's KV blocks.
 _keys: Beside[BlockKeys] = Beside()
 #: Maps a request id to the keys of the request's KV blocks, while vLLM makes its Request object.
-#: vLLM already hashes the blocks before `_keys` has an entry for the Request.
+#: During this time vLLM already hashes the blocks, and `_keys` has no entry for the Request yet.
 entering: dict[str, BlockKeys] = {}
 
 

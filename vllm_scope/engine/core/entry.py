@@ -1,14 +1,14 @@
 """Resolves new requests in EngineCore, and makes the keys of their KV blocks.
 
-Owns:  the code that resolves the names of steering modules in a new request, adds server-wide
-       edits, and makes the request's programs; the keys of edited KV blocks; the remote calls about
-       steering modules and server-wide edits.
+Owns:  the code that prepares a new request: it resolves the names of steering modules, adds
+       server-wide edits, and makes the request's programs. Also the keys of edited KV blocks, and
+       the remote calls about steering modules and server-wide edits.
 Runs:  in EngineCore, when a request enters (input thread), when vLLM hashes its KV blocks, and when
        a remote call arrives.
 From:  request.ticket (the tickets that front-ends send).   To: entered, scheduler.
 
-From the first edited KV block on, the keys of a request's KV blocks depend on the edits, and on the
-tokens to which the edits apply.
+The first edited KV block of a request and all later blocks have keys that depend on the edits, and
+on the tokens to which the edits apply.
 """
 
 from __future__ import annotations
@@ -69,11 +69,12 @@ class CoreScope:
     """Holds the registry, and prepares new requests.
 
     Attributes:
-        sessions: maps the id of a session of streamed input to the first piece, which is vLLM's
-            Request of the session. The session is not in the scheduler while the first piece waits
-            for room.
+        sessions: maps the id of a session of streamed input to vLLM's Request of the session, which
+            is made from the first piece of the input. The scheduler does not know the session while
+            the first piece waits for room.
         refused: the ids of the last sessions of which no piece was accepted. vLLM ends a session
-            with a request of one dummy token, which must not begin as a request of its own.
+            with a request of one dummy token. After a refused session, this request must not begin
+            as a request of its own.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -118,9 +119,9 @@ class CoreScope:
             None if no action reads, probes or edits the request's tokens.
 
         Raises:
-            ScopeError: the request is not valid with the current steering modules and server-wide
-                edits, or EngineCore does not have a vector that the ticket names. vLLM ends the
-                request with an error.
+            ScopeError: the current steering modules and server-wide edits do not allow the request,
+                or EngineCore does not have a vector that the ticket names. vLLM ends the request
+                with an error.
         """
         params = request.sampling_params
         if params is None:  # a pooling request
@@ -179,9 +180,9 @@ class CoreScope:
         return known[key]
 
     def _held_by(self, asked: Resolved, ids: Ids, max_tokens: int, unchecked: bool) -> _HeldBy:
-        """Returns three values: the programs that a request with vectors holds, the request's
-        columns, and the table entries that the request's policy can need later. If the workers do
-        not need one of these values, the value is None or empty."""
+        """Returns three values: the request's programs, its columns, and the table entries that its
+        policy can need later. A request without edits and banks holds no programs. If the workers
+        do not need one of these values, the value is None or empty."""
         vectors = bool(asked.edits or asked.banked)
         if not (vectors or unchecked):
             return None, (), Cost()
@@ -207,8 +208,8 @@ class CoreScope:
         return held, columns, reserve
 
     def check_edits(self, text: str | None, monitors: str | None = None) -> None:
-        """Raises SpecError if this engine cannot apply these server-wide edits, or if the engine's
-        tables do not have enough room for the edits and the monitors together.
+        """Raises SpecError if this engine cannot apply these server-wide edits. Also raises
+        SpecError if the engine's tables have too little room for the edits and monitors together.
 
         Args:
             monitors: a spec with the probes of the monitors that are set; None without monitors.
@@ -246,8 +247,9 @@ class CoreScope:
     def _cost_of(self, edits: tuple[ResolvedEdit, ...], monitors: str | None) -> Cost:
         """The Cost of a request with only server-wide edits and monitors."""
         probes = () if monitors is None else _probes_of(monitors, self.sites)
-        # One prompt token and some generated tokens give the right count, because server-wide edits
-        # apply to all prompt tokens, to all generated tokens, or to all tokens (registry.TIERS).
+        # A server-wide edit applies to all prompt tokens, to all generated tokens, or to all tokens
+        # (registry.TIERS). Therefore one prompt token and some generated tokens give the right
+        # count.
         program = RequestProgram.compile(
             Resolved(probes=probes, edits=edits), self.sites, frozenset(self.sites.boundaries), 1,
             [0],
@@ -366,8 +368,9 @@ def _entered_as(
 
 
 def _concerns(engine: EngineCore, request: EngineCoreRequest) -> bool:
-    """True if a request can have taps: it has a ticket, or there are global sinks, or a CoreScope
-    exists, which can have server-wide edits. All other requests need no CoreScope."""
+    """True if a request can have taps. This is so in three cases: the request has a ticket; there
+    are global sinks; or a CoreScope exists, because a CoreScope can have server-wide edits. All
+    other requests need no CoreScope."""
     if _scopes.of(engine) is not None or has_ticket(request.sampling_params):
         return True
     known = _reads_all.of(engine)

@@ -1,7 +1,7 @@
 """Controls requests with taps in the scheduler: their start, their use of cached KV, and their end.
 
-Owns:  the code that lets requests wait for room in the workers' tables (core.admission), limits the
-       cached KV that a reading request uses, and makes the news for the workers (core.news).
+Owns:  the code that lets requests wait for room in the workers' tables (core.admission); the limit
+       of the cached KV that a reading request uses; the code that makes the news (core.news).
 Runs:  in EngineCore, on the scheduler's thread.
 From:  entered (EngineCore's data about requests).   To: engine.worker.attach (the news).
 
@@ -69,8 +69,8 @@ class _State:
         summing: ids of running requests with Moments.
         accepted: maps the id of an ended request with Moments to the request's number of tokens. An
             entry stays in this mapping until a step's news contains the entry.
-        resting: True if `_is_quiet` was True at an earlier step, and since that step no request
-            with taps has entered, and `index` has had no news.
+        resting: True from a step at which `_is_quiet` is True, until a request with taps enters or
+            `index` has news.
         index: the scheduler's ScoreIndex, if `resting` is True.
     """
 
@@ -141,9 +141,8 @@ def _new_admission(scheduler: Scheduler) -> Admission[Request]:
 
 
 def _held_by(request: object) -> tuple[Held | None, int, Cost]:
-    """Returns three values: the request's programs in the workers' tables, or None; the number of
-    places that the request needs in the log of states; and the table entries and lens rows that it
-    can need later."""
+    """Returns three values of a request: its programs in the workers' tables, or None; the number
+    of places that it needs in the log of states; and `Entered.reserve`."""
     found = entered(request)
     if found is None:
         return None, 0, Cost()
@@ -198,8 +197,8 @@ def _free(
         state = _state_of(self)
         state.leave(name)
         if known.has_sinks:
-            # vLLM moves the tokens that follow the first piece of streamed input to the prompt. The
-            # workers have only the first piece.
+            # With streamed input, vLLM adds all tokens after the first piece to the prompt. The
+            # workers know only the first piece as the prompt.
             after_first = tuple(request.all_token_ids[known.num_prompt :])
             state.ended[name] = Ended(after_first, str(request.get_finished_reason()))
         if name in state.summing:
@@ -218,8 +217,9 @@ def _finish(
     request_ids: str | Iterable[str] | None,
     status: object,
 ) -> list[Request]:
-    """Scheduler.finish_requests. If a request that must end still waits for room, the wrapper first
-    moves the request to the scheduler, because the scheduler can end only requests that it has."""
+    """Scheduler.finish_requests. The scheduler can end only requests that it has. Therefore, if a
+    request that must end still waits for room, the wrapper first moves the request to the
+    scheduler."""
     request_ids = with_variants(self, request_ids)
     admission = admission_of(self)
     if admission is None or not admission.waiting:
@@ -235,8 +235,8 @@ def _finish(
 
 
 def _as_known(scheduler: Scheduler, ended: list[Request], status: object) -> list[Request]:
-    """The ended requests. If the requests were aborted, the result has, in place of variants, the
-    request of the front-end from which the variants were made."""
+    """The ended requests. If variants were aborted, the result has, in their place, the
+    front-end's request that stands for them."""
     from vllm.v1.request import RequestStatus
 
     return aborted(scheduler, ended) if status == RequestStatus.FINISHED_ABORTED else ended
@@ -266,7 +266,7 @@ def _schedule(
         if known is not None:
             summing = _state_of(self).summing
             # In Model Runner V2, `scheduled_new_reqs` also contains requests that begin again after
-            # preemption. Such a request adds no more rows to sums that were dropped.
+            # preemption. If the sums of such a request were dropped, no room is reserved again.
             if known.sums is not None and new.req_id not in summing:
                 # The room is reserved again, because a user can have dropped the sums after the
                 # request entered.
@@ -354,10 +354,10 @@ def _capped(
     *args: int | None,
     **kwargs: int | None,
 ) -> T:
-    """KVCacheManager.get_computed_blocks, and the same method for KV connectors. The prefix cache
-    is used only for positions below the first position whose row the request needs. If a request
-    only probes, it can also use the KV of its first blocks if the workers store the scores of these
-    blocks.
+    """KVCacheManager.get_computed_blocks, and the same method for KV connectors. A request can use
+    the prefix cache only for positions below the first position whose row it needs. There is one
+    exception: if a request only probes, and the workers store the scores of its first blocks, the
+    request can also use the KV of these blocks.
 
     Args:
         args, kwargs: from vLLM 0.33 on, vLLM's own cap `max_cache_hit_length`; empty in earlier

@@ -82,8 +82,8 @@ class _Group:
         return not self.numbers
 
     def last(self, request_id: str, others: bool) -> EngineCoreOutput:
-        """The output of the request that stands for the variants, with the tokens of all variants
-        and the times of the last variant. vLLM makes its metrics from these times.
+        """The output of the request that stands for the variants. The output has the tokens of all
+        variants, and the times of the last variant. vLLM makes its metrics from these times.
 
         Args:
             others: True if EngineCore had requests outside of sweeps at the last step with
@@ -118,7 +118,8 @@ def _logprobs(found: Any, asked: list[int] | None, num_tokens: int) -> NDArray[n
 
     Args:
         found: vLLM's LogprobsLists, or None. Each row has first the sampled token, and then the
-            asked tokens. If another row of the step is longer, vLLM pads the row with token 0.
+            asked tokens. If the rows of a step have different lengths, vLLM pads the shorter rows
+            with token 0.
         num_tokens: size of the vocabulary.
     """
     if found is None:
@@ -252,10 +253,10 @@ def _num_tokens(scheduler: Scheduler, request: Request) -> int:
 def most_tokens(scheduler: Scheduler) -> int | None:
     """The largest number of tokens that the next step can have; None if only vLLM's bound applies.
 
-    The result is None if there are no variants, if async scheduling is off, or if the number of
-    other requests is more than an eighth of the number of variants. Otherwise the bound has room
-    for any one request, and also for one token and the draft tokens of each request that is no
-    variant. Therefore each request can be scheduled in spite of the bound.
+    The result is None in three cases: there are no variants; async scheduling is off; or the number
+    of other requests is more than an eighth of the number of variants. Otherwise the bound has room
+    for the longest request, and also for one token and the draft tokens of each other request.
+    Therefore vLLM can schedule every request in spite of the bound.
     """
     running = _running.of(scheduler)
     if running is None or not running.groups:
@@ -296,8 +297,8 @@ def _ids(running: _Running, name: str) -> Iterable[str]:
 
 
 def aborted(scheduler: Scheduler, ended: list[Request]) -> list[Request]:
-    """The aborted requests. In place of variants, the result has the request that stands for these
-    variants, because front-ends do not know the ids of variants."""
+    """The aborted requests. In place of variants, the result has the request that stands for them.
+    Front-ends know the id of this request, but not the ids of variants."""
     running = _running.of(scheduler)
     if running is None or not running.groups:
         return ended
@@ -320,8 +321,8 @@ def stands_for_some(scheduler: Scheduler) -> bool:
 def take_variants(
     original: Callable[..., dict[int, Outputs]], self: Scheduler, *args: object, **kwargs: object
 ) -> dict[int, Outputs]:
-    """After the last variant of a request has ended, join the answers of the variants into one
-    answer of the request that stands for the variants."""
+    """Scheduler.update_from_output. After the last variant of a request has ended, the wrapper
+    joins the answers of all its variants into one answer of the request."""
     outputs = original(self, *args, **kwargs)
     running = _running.of(self)
     if running is not None and running.groups:

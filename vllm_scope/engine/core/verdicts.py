@@ -6,6 +6,9 @@ Runs:  `with_verdicts` and `with_lost` in the worker; the other functions in Eng
 From:  worker.watch (verdicts, new scales).   To: the caller (the request's finish_reason and
        stop_reason), scheduler (the news of the next step).
 
+A stage is a probe of a cascade (request.cascade). A later stage begins to score when another probe,
+its first stage, has a verdict.
+
 The step that computes a token's row also samples the next token. If the score of the row stops the
 request, the answer still contains the sampled token, as its last token.
 
@@ -41,7 +44,7 @@ _NAME, _LOST = "scope_verdicts", "scope_lost_scores"
 
 @dataclass
 class Due:
-    """The part of the next step's news that follows from verdicts.
+    """The entries that verdicts and policies add to the next step's news.
 
     Attributes:
         begun: the names of the first stages that now have a verdict, by request.
@@ -56,8 +59,8 @@ _due: Beside[Due] = Beside()
 
 
 def with_verdicts(output: Any, watch: Watch) -> Any:
-    """Adds to a step's output the verdicts and the new scales that follow from the rows of this
-    step and of earlier steps."""
+    """Adds to a step's output the verdicts and new scales that are due after this step. They are
+    computed from the rows of this step and of earlier steps."""
     if not watch.has_steps or not is_output(output):
         return output
     return carrying(output, _NAME, partial(watch.judge, watch.take()))
@@ -109,8 +112,8 @@ def tell_workers(scheduler: Scheduler, judged: Mapping[str, Judged]) -> set[str]
     next step's news sends both to all workers.
 
     Returns:
-        The ids of requests whose new scales are too late, because a step has already begun to
-        compute a token to which the new scales should apply.
+        The ids of requests whose new scales are too late: a step has already begun to compute a
+        token to which the new scales should apply.
     """
     due, late = _due.of(scheduler) or _due.put(scheduler, Due()), set()
     for req_id, (_, firsts, scales) in judged.items():

@@ -4,9 +4,11 @@ Owns:  the wrappers of the app of vLLM's HTTP server, and of the handlers that m
 Runs:  in each API server process.
 To:    server (does not import vLLM).
 
+A translator makes a scope from the keys of another system (engine.frontend.translators).
+
 Promise: vLLM handles a request without a scope as usual. A request with a scope, or with a
-translator's keys, gets its data, or an error with the reason. On a path whose answers have no field
-for a scope, each request with a scope, or with a translator's keys, gets an error.
+translator's keys, gets its data, or an error with the reason. If the answers of a path have no
+field for a scope, each such request on this path gets an error.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ def _create(
 def _asks_us(request: Any) -> bool:
     """True if a request has a scope or a translator's key, in `vllm_xargs` or in other fields."""
     body = request.model_extra
-    # The request class of /v1/chat/completions/batch does not declare `vllm_xargs`, so that the
+    # The request class of /v1/chat/completions/batch does not declare `vllm_xargs`. Therefore the
     # value can have any type.
     xargs = getattr(request, "vllm_xargs", None)
     if isinstance(xargs, dict) and (
@@ -82,10 +84,9 @@ def _asks_us(request: Any) -> bool:
 
 
 def _monitored(request: Any, raw_request: Request) -> bool:
-    """True if monitors are set, and the path is one of PATHS or the request is a beam search.
-
-    On one of PATHS, the answer can contain verdicts. Monitors cannot stop a beam search, on any
-    path."""
+    """True if monitors are set, and they concern the request. They concern a request on one of
+    PATHS, because its answer can contain verdicts. They also concern a beam search on any path,
+    because monitors cannot stop a beam search, and the request must be refused."""
     if current.get() not in PATHS and not request.use_beam_search:
         return False
     return bool(monitors_of(raw_request.app.state.engine_client.vllm_config))
@@ -184,8 +185,8 @@ async def _stream(answer: Answer, chunks: AsyncGenerator[str, None]) -> AsyncGen
     made = _chunks(answer, chunks, first)
 
     async def end() -> None:
-        # Without this call, only the garbage collector would close the generator after the client
-        # has disconnected during a chunk. If the client disconnects before the first chunk, the
+        # If the client disconnects during a chunk, only the garbage collector would close the
+        # generator without this call. If the client disconnects before the first chunk, the
         # generator never runs, and cannot cancel `first`.
         await made.aclose()
         first.cancel()
@@ -297,9 +298,9 @@ def _admitted(
     if isinstance(answer, Answer):
         known = runs.of(self.request_states[request.request_id])
         forget = None if known is None else partial(inbox().forget, known.pending)
-        # Until the first token arrives, EngineCore can still refuse a request with a spec, because
-        # the tables of vectors or the sums of Moments can be full. This is also true for a request
-        # that only reads, because server-wide edits need room in the tables.
+        # Until the first token arrives, EngineCore can still refuse a request with a spec. The
+        # reason can be that the tables of vectors, or the sums of Moments, are full. EngineCore can
+        # also refuse a request that only reads, because server-wide edits need room in the tables.
         answer.open_one(forget, sure=known is None)
 
 
@@ -356,8 +357,9 @@ async def _controlled(
 
 def _check_root_path(root: str | None) -> None:
     """Check the option --root-path. vLLM's authentication removes the root path from the start of a
-    path's text, and requires an API key if the rest begins with /v1. The router removes only whole
-    segments of a path.
+    path's text. If the rest begins with /v1, the authentication requires an API key. The router
+    removes only whole segments of a path. For example, with the root path /v, the authentication
+    sees 1/models in place of /v1/models, and the router sees /v1/models.
 
     Raises:
         ConfigError: with the given root path, requests could reach paths below /v1 without an API

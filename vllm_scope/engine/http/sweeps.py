@@ -4,10 +4,12 @@ Owns:  SweepRun (implements server.access.RunningSweep), and `begin`.
 Runs:  in each API server process, on the event loop. Another thread plans each sweep.
 From:  calls.   To: engine.frontend.sweeping, sweep_runs.
 
-Promise: all sweeps of a process together use VLLM_SCOPE_SWEEP_SHARE of a step, divided by the
-number of API server processes. Each API key that has sweeps gets an equal part of this share. The
-part of an API key is divided equally among the sweeps of this key. Even a sweep with a very small
-part is allowed to have one cell in the engine.
+The share is the part of a step that all sweeps of one process can use together. It is
+VLLM_SCOPE_SWEEP_SHARE, divided by the number of API server processes.
+
+Promise: each API key that has sweeps gets an equal part of the share. The part of an API key is
+divided equally among the sweeps of this key. Even a sweep with a very small part is allowed to have
+one cell in the engine.
 """
 
 from __future__ import annotations

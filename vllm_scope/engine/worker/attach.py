@@ -22,9 +22,9 @@ from vllm_scope.errors import reason_of
 from vllm_scope.graph.tap import graphs
 
 #: The methods by which vLLM changes or frees the weights. vLLM calls each method on all workers.
-#: When a method of _OLD_WEIGHTS starts, the model still has its old weights. `sleep` frees the
-#: device memory of the weights, from which a lens reads. When a method of _NEW_WEIGHTS ends without
-#: an error, the model has new weights.
+#: When a method of _OLD_WEIGHTS starts, the model still has its old weights. (A lens reads the
+#: weights, and `sleep` frees their device memory.) When a method of _NEW_WEIGHTS ends without an
+#: error, the model has new weights.
 _OLD_WEIGHTS = ("reload_weights", "start_weight_update", "sleep")
 _NEW_WEIGHTS = ("reload_weights", "finish_weight_update")
 
@@ -128,8 +128,8 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
             clearing.zero(runner, news.zeroed)
         if news is not None and news.accepted:
             scope.accept(news.accepted)
-        # Ended requests are removed before new requests are added, because the scheduler has
-        # already given the table entries of ended requests to new requests.
+        # The scheduler has already given the table entries of ended requests to new requests.
+        # Therefore ended requests are removed before new requests are added.
         if scheduler_output.finished_req_ids:
             if news is not None and news.filled_at_end:
                 # The scores are stored before `finish_requests` drops the request that has the

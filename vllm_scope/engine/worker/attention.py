@@ -4,7 +4,9 @@ Owns:  `heads_of`, `attention_of`, `kernel_of`.
 Runs:  `heads_of` in every process that has the configuration; the other functions in every worker
        after load.
 
-Promise: the engine does not start if a tapped q, k, v or z is not what the site's name says.
+Promise: each layer with a tap at q, k, v or z has exactly one attention module of a decoder, whose
+heads are as configured. A layer with a tap at k or v computes its own keys and values. Otherwise,
+the engine does not start.
 """
 
 from __future__ import annotations
@@ -59,8 +61,9 @@ def attention_of(anatomy: Anatomy, sites: Sites, num_ranks: int = 1) -> dict[int
         num_ranks: the number of ranks among which tensor parallelism splits the heads.
 
     Raises:
-        ConfigError: a layer does not have exactly one such module; or its heads differ from the
-            configuration; or k or v is tapped in a layer that uses another layer's keys and values.
+        ConfigError: a layer has no such module or several. Or the heads of the module differ from
+            the configuration. Or k or v is tapped in a layer that uses another layer's keys and
+            values.
     """
     found: dict[int, nn.Module] = {}
     for number, layer in anatomy.layers.items():
@@ -123,8 +126,8 @@ def kernel_of(module: Any, gather: Callable[[Tensor], Tensor] | None = None) -> 
             position; None if there is no such limit.
         logits_soft_cap: the cap of the logits; None if there is no cap.
         alibi_slopes, sinks: one number for each head, or None.
-        exact: False if the kernel has rules that these parameters do not describe, as in chunked
-            attention (Llama 4, Rnj-1), or if image tokens see later tokens.
+        exact: False if the kernel has rules that these parameters do not describe. Examples are
+            chunked attention (Llama 4, Rnj-1), and image tokens that see later tokens.
     """
     impl = module.impl
     # Subclasses of Attention have additional mask rules. vllm 0.32,

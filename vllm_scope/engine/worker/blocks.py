@@ -3,9 +3,9 @@
 Owns:  `blocks_of`.
 Runs:  in every worker, after load.
 
-Promise: the engine does not start if a tapped layer does not have exactly one such block, or if the
-block's forward has no parameter that `parts.INPUTS` names. Every tensor-parallel rank has
-the whole row of both sites. The norm before the attention is not a part of the block.
+Promise: each tapped layer has exactly one such block, and the block's forward has a parameter that
+`parts.INPUTS` names. Otherwise, the engine does not start. Every tensor-parallel rank has the whole
+row of both sites. The norm before the attention is not a part of the block.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def blocks_of(anatomy: Anatomy, sites: Sites) -> dict[Place, nn.Module]:
     """Maps each place of `attn_in` or `mlp_in` with a tap to the module whose input the tap reads.
 
     Raises:
-        ConfigError: a layer does not have exactly one such module, or the module's forward has no
-            parameter that `INPUTS` names.
+        ConfigError: a layer has no such module or several, or the module's forward has no parameter
+            that `INPUTS` names.
     """
     return {
         place: _block_in(layer, place)
@@ -69,7 +69,7 @@ def _normalizes_input(block: nn.Module) -> bool:
     name = input_of(type(block))
     try:
         forward = forward_of(block)
-    except CompatError:  # no source shows a norm
+    except CompatError:  # the source cannot be read, so that no norm is found in it
         return False
     return name is not None and any(
         isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)

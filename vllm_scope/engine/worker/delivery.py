@@ -41,7 +41,7 @@ from vllm_scope.worker.held_saes import NONE, PairMakers
 from vllm_scope.worker.score_store import ScoreStore
 from vllm_scope.worker.watch import Watch
 
-#: The key of a request that has no rows and no scores to deliver.
+#: The key of each request that has no rows and no scores to deliver.
 NOBODY = -1
 IDLE_COUNTERS: dict[str, object] = {
     "requests_routed": 0, "roads": [], "sinks": {}, "ring": None
@@ -194,8 +194,8 @@ class WorkerDelivery:
         if not entrant.cached:
             return
         block_slots = layout.slots(self.widths) * entrant.block_size
-        # One batch has one block, or takes at most a quarter of the ring, because the rows of the
-        # step also need room.
+        # A batch takes at most a quarter of the ring, because the rows of the step also need room.
+        # But a batch has at least one block.
         at_once = max(1, len(self.ring.slots) // 4 // block_slots)
         for first in range(0, len(entrant.cached), at_once):
             some = entrant.cached[first : first + at_once]

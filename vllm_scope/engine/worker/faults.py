@@ -6,11 +6,12 @@ Runs:  the class `Faults` in every worker of the last pipeline stage; `end_fault
 From:  tap.tables (the faults by owner number), plan (the owner numbers).   To: clearing (the
        request's KV).
 
-If an edit's result is not finite in the model's dtype, a tap of the last pipeline stage leaves the
-row unchanged and reports a fault. A tap of an earlier stage reports nothing, and writes the result
-into the row. The last tap of the model then reports the fault, because it checks the row of every
-token of an edited request. The worker sends the faults with the step's output. EngineCore ends the
-faulty requests before vLLM processes the tokens of the step. All other requests continue.
+An edit can have a result that is not finite in the model's dtype. A tap of the last pipeline stage
+then leaves the row unchanged and reports a fault. A tap of an earlier stage reports nothing, and
+writes the result into the row. The last tap of the model then reports the fault, because this tap
+checks every row of an edited request. The worker sends the faults with the step's output.
+EngineCore ends the faulty requests before vLLM processes the tokens of the step. All other requests
+continue.
 """
 
 from __future__ import annotations

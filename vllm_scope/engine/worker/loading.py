@@ -1,7 +1,7 @@
 """Installs taps on a loaded model, and allocates the arena and the tables that the taps use.
 
-Owns:  Loaded, `load_taps`, the parts of `load_taps` that `vllm-scope doctor` also calls, and the
-       check that every tap of the compiled model writes its row.
+Owns:  Loaded, `load_taps` and its parts (`vllm-scope doctor` also calls some of these parts), and
+       the check that every tap of the compiled model writes its row.
 Runs:  in every worker process, after vLLM has loaded the model, and again after vLLM's warm-up.
 From:  worker.   To: graph.anatomy, graph.tap, worker.arena, canary.
 """

@@ -4,8 +4,8 @@ Owns:  `mlp_size_of`, `projections_of`.
 Runs:  `mlp_size_of` in every process that has the configuration; `projections_of` in every worker
        after load.
 
-Promise: the engine does not start if a tapped layer does not have exactly one down projection, or
-if the width of the projection's input is not the configured width.
+Promise: each tapped layer has exactly one down projection, whose input has the configured width.
+Otherwise, the engine does not start.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def projections_of(anatomy: Anatomy, sites: Sites, num_ranks: int) -> dict[int, 
         num_ranks: the number of ranks among which tensor parallelism splits the rows.
 
     Raises:
-        ConfigError: a layer has experts, or does not have exactly one down projection; or the down
-            projection has another width, or an input that the ranks do not split equally.
+        ConfigError: a layer has experts, no down projection, or several. Or the down projection has
+            another width, or the ranks do not split its input equally.
     """
     found: dict[int, nn.Module] = {}
     for number, layer in anatomy.layers.items():

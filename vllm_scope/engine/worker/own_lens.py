@@ -57,9 +57,9 @@ class OwnLens:
         self._delivers, self._is_last = delivers, is_last
         self.reason: str | None = "the model is not loaded"
         self.maps: Mapping[LensKey, DeviceMap] = {}
-        #: `_head`: this rank's part of the unembedding. `_parts`: the parts of all ranks (empty
-        #: except on the first rank). Both are None if there is only one rank, or if `_refused` is
-        #: set.
+        #: `_head`: this rank's part of the unembedding. `_parts`: the parts of all ranks on the
+        #: first rank, and empty on the other ranks. `_refused`: why the parts were not gathered. If
+        #: there is only one rank, or if `_refused` is set, `_head` and `_parts` are None.
         self._head: nn.Module | None = None
         self._parts: Sequence[nn.Module] | None = None
         self._refused: str | None = None
@@ -116,8 +116,8 @@ class OwnLens:
         empty on a rank that does not deliver, and if the lens cannot be applied (`reason`).
 
         Args:
-            rows: a function that runs a forward, and returns the row after the last layer and the
-                row that the model returned, as loading.last_rows does.
+            rows: a function that runs a forward, and returns two rows (loading.last_rows): the row
+                after the last layer, and the row that the model returned.
             warm: a function that calls its argument on the drain's stream (Drain.warm).
         """
         try:

@@ -7,9 +7,9 @@ Runs:  in every worker, at the model's load, before vLLM compiles the model. Hoo
 From:  graph.anatomy (Watch, find_faults), runners (the forward).   To: worker.
 
 An equality is a statement about rows that the forward must confirm, such as
-resid_post = resid_mid + mlp_out. If the parser does not understand the model's source, all
-equalities of exactly one convention must hold. Later, the compiled graph must give the same rows as
-a second uncompiled forward (`Proved.rows`).
+resid_post = resid_mid + mlp_out. If the parser does not understand the model's source, there must
+be exactly one convention whose equalities all hold. Later, the compiled graph must give the same
+rows as a second uncompiled forward (`Proved.rows`).
 
 Promise: if one rank of an engine refuses the model, all ranks refuse the model.
 """
@@ -39,8 +39,9 @@ from vllm_scope.request.sites import ATTENTION_SITES, Place, Sites, place_at
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: The number of tokens of the dummy forward. A part of the model can be compiled despite
-#: `_uncompiled`. After a forward of one token, such a graph would be valid for one token only.
+#: The number of tokens of the dummy forward. Despite `_uncompiled`, torch can compile a part of the
+#: model in this forward. If the forward had one token, the graph of this part would be valid for
+#: one token only.
 _NUM_TOKENS = 2
 
 
@@ -51,8 +52,8 @@ class Proved:
     Attributes:
         anatomy: the model's anatomy, with the modules inside layers that get taps.
         moved: the layers before which the model changes the stream.
-        rows: the row of a dummy token without compilation, by boundary on the stream, as a tensor
-            [hidden_size] in float32 on the CPU. Empty if the parser understands the model's source.
+        rows: by boundary on the stream, the row of a dummy token in an uncompiled forward:
+            [hidden_size], float32, CPU. Empty if the parser understands the model's source.
     """
 
     anatomy: Anatomy
@@ -144,7 +145,7 @@ def _attention_sizes(anatomy: Anatomy, sites: Sites) -> dict[str, int]:
 
 
 def _watched(watch: Watch, runner: ModelRunner, config: VllmConfig) -> Watch:
-    """Run an uncompiled forward of dummy tokens, which the watch records. Returns the watch."""
+    """Run an uncompiled forward of dummy tokens. The watch records its rows. Returns the watch."""
     from vllm.config import set_current_vllm_config
 
     num_tokens = min(_NUM_TOKENS, int(config.scheduler_config.max_num_batched_tokens))

@@ -4,9 +4,9 @@ Owns:  `num_experts_of`, `routers_of`.
 Runs:  `num_experts_of` in every process that has the configuration; `routers_of` in every worker
        after load.
 
-Promise: the engine does not start if a tapped layer does not have exactly one router, or if the
-width of this router is not the configured number of experts. Every rank has the whole row of
-`router_logits`. Therefore tensor parallelism needs no extra code.
+Promise: each tapped layer has exactly one router, whose width is the configured number of experts.
+Otherwise, the engine does not start. Every rank has the whole row of `router_logits`. Therefore
+tensor parallelism needs no extra code.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads from the model runner, just before a forward, which tokens the forward will compute.
 
-Owns:  one wrapper for each version of the model runner, which is set on the runner object.
+Owns:  one wrapper for each version of the model runner. `attach` sets the wrapper on the runner.
 Runs:  in the worker, just before the forward. With Model Runner V1, the wrapper runs only for real
        steps. With V2, the wrapper also runs for dummy steps, whose requests the worker does not
        know.
@@ -57,8 +57,8 @@ def attach(
 ) -> None:
     """Call `begin_step` before each forward of `runner` for which `has_requests()` is True.
 
-    `before_dummy` is called before each dummy forward that vLLM runs, because a dummy forward must
-    not use the plan of the last step.
+    Also call `before_dummy` before each dummy forward that vLLM runs: a dummy forward must not use
+    the plan of the last step.
     """
     dummy_run = runner._dummy_run
 

@@ -5,10 +5,10 @@ Runs:  in the sampler of every worker process with V1.
 
 A request can name the tokens whose log-probabilities it wants (`logprob_token_ids`), as cells of
 sweeps do. If one request of a step names tokens, V1's sampler returns only named tokens for all
-requests. Requests for the likeliest tokens then get padding, or the worker fails if it uses draft
-tokens. With this wrapper, each request of a step without draft tokens gets the log-probabilities
-that it wants, as with V2. If a step has draft tokens, requests that name tokens still get no
-log-probabilities of the named tokens.
+requests. Requests for the likeliest tokens then get padding. If the worker uses draft tokens, it
+fails instead. With this wrapper, each request of a step without draft tokens gets the
+log-probabilities that it wants, as with V2. If a step has draft tokens, requests that name tokens
+still get no log-probabilities of the named tokens.
 vllm 0.30 to 0.33, v1/sample/sampler.py, Sampler.forward
 """
 
@@ -56,8 +56,8 @@ def _forward(
 
 
 def _joined(likeliest: Tensor, named: Tensor, rows: Tensor, padding: float) -> Tensor:
-    """A copy of `likeliest`, in which the rows at the indices `rows` are rows of `named`. The
-    result has as many columns as the wider tensor. Shorter rows get padding."""
+    """A copy of `likeliest`, in which the rows at the indices `rows` are the rows of `named` at
+    these indices. The result has as many columns as the wider tensor. Shorter rows get padding."""
     size = max(likeliest.shape[1], named.shape[1])
     found = likeliest.new_full((len(likeliest), size), padding)
     found[:, : likeliest.shape[1]] = likeliest

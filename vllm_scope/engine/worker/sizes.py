@@ -25,8 +25,8 @@ HOST_ARENA_BYTES = 64 << 20
 #: Without `arena_mib`, an arena on a GPU has room for at least this number of steps of the largest
 #: captured graph.
 STEPS_IN_ARENA = 3
-#: Without `arena_mib`, the arena has at least room for one tap of the largest step. There, each
-#: token can have this number of rows: one row at each of three points, and one row for scores.
+#: Without `arena_mib`, the arena has at least room for one tap of the largest step. At this tap,
+#: each token can have this number of rows: one row at each of three points, and one row for scores.
 ROWS_PER_TAP = 4
 #: The size in bytes of the largest ring in host memory, unless the arena is larger.
 MAX_HOST_BYTES = 1 << 30
@@ -70,9 +70,9 @@ class Limits(msgspec.Struct, frozen=True):
     def check(self, layouts: Sequence[Layout]) -> None:
         """Raises CapacityError if a token cannot deliver one of these layouts.
 
-        The front-end has checked only the request's own actions. The request can deliver more rows:
-        global sinks add reads, server-wide edits can give two points different rows, and one row
-        can have several codecs.
+        The front-end has checked only the request's own actions. The request can deliver more rows
+        for three reasons: global sinks add reads, server-wide edits can make the rows of two points
+        different, and one row can have several codecs.
         """
         excess = self.excess(*layouts)
         if excess is not None:
@@ -166,9 +166,9 @@ class Sizes:
 
     def arena_slots(self, config: ScopeConfig) -> int:
         """The number of slots of the arena. Raises ConfigError if `arena_mib` is too small."""
-        # The arena must have room for one tap of the largest step, because each tap is drained
-        # alone if a step does not fit. The arena must have room for all taps of the largest
-        # captured graph, because no tap is drained alone in a graph.
+        # If a step does not fit into the arena, each tap is drained alone. Therefore the arena must
+        # have room for one tap of the largest step. In a captured graph, no tap can be drained
+        # alone. Therefore the arena must also have room for all taps of the largest graph.
         whole, widest = self.slots_of_all, max(self._row_slots)
         in_graphs = self.graph_rows * whole if self.cuda else 0
         least = max(self.max_rows * widest, in_graphs)

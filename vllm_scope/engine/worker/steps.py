@@ -4,9 +4,9 @@ Owns:  the class `Steps`, which has the plan and the room of the current step.
 Runs:  in every worker process, on its main thread.
 From:  runners (StepBatch), worker.plan.   To: tap.tables, arena, transport.ring, drain.
 
-Promise: if a step's rows fit into the arena, the worker reserves room for the rows in the ring or
-in the arena before the forward starts. If the rows do not fit, the worker reserves room in the
-arena for one tap at a time, before that tap writes.
+Promise: if a step's rows fit into the arena, the worker reserves room for the rows before the
+forward starts, in the ring or in the arena. If the rows do not fit, the worker reserves room in the
+arena for one tap at a time, before this tap writes.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class Steps:
             # Each tap is drained alone. A token's slot is its index among the tokens that deliver.
             slots: NDArray[np.int64] = np.cumsum(plan.delivers) - plan.delivers
         else:
-            # Usually the next step has the rows of the same requests, one position later and in the
-            # next slots.
+            # Usually a step has the rows of the same requests as the step before, each one position
+            # later and in the next slots. Then the tables need no upload (`move_on`).
             if self._planner.is_steady and self._tables.point_at(positions):
                 if self._tables.move_on(plan.program_ids, first, in_ring):
                     return

@@ -28,8 +28,8 @@ from vllm_scope.request.sites import Place, Sites
 from vllm_scope.worker.lens import DeviceLens
 
 #: The largest allowed error of the lens, relative to the length of the model's own result. The
-#: error is not 0, because the model applies its norm before a row is rounded, and the lens applies
-#: the norm to the rounded row. With a wrong norm, the relative error is about 1. The same bounds
+#: model applies its norm before a row is rounded, and the lens applies the norm to the rounded row.
+#: Therefore the error is not 0. With a wrong norm, the relative error is about 1. The same bounds
 #: are used for logits.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 #: The numbers of rows in the first calls of a lens. The norms of some models are compiled for one
@@ -64,8 +64,8 @@ class LogitsCall:
         parts.
 
         Raises:
-            CompatError: the head is split, and the call has a tensor that is not the head's. The
-                other ranks' parts of this tensor are unknown.
+            CompatError: the head is split among ranks, and an argument of the call is a tensor that
+                does not belong to the head. The other ranks' parts of this tensor are unknown.
         """
         made = [self._logits_of(head) for head in parts]
         if len(made) == 1:
@@ -212,8 +212,8 @@ def logits_call(model: nn.Module, hidden: Tensor) -> LogitsCall:
         hidden: [n, hidden_size], the model's output.
 
     Raises:
-        CompatError: the model does not make exactly one call of LogitsProcessor, or changes the
-            row or the logits outside this call, or LoRA adapters can change the unembedding.
+        CompatError: the model makes no call of LogitsProcessor or several. Or the model changes the
+            row or the logits outside this call. Or LoRA adapters can change the unembedding.
     """
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 

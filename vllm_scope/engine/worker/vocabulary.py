@@ -36,7 +36,8 @@ def check_part(head: nn.Module, group: Any) -> None:
 
 
 def gather_parts(head: nn.Module, group: Any, most_mib: float) -> tuple[nn.Module, ...]:
-    """The parts of all ranks, in the order of the vocabulary. Empty except on the first rank.
+    """On the first rank, the parts of all ranks, in the order of the vocabulary. On all other
+    ranks, the result is empty.
 
     Every rank of the group must call this function, on its main thread. The ranks send the tensors
     through host memory.
@@ -106,8 +107,8 @@ def tensors_of(head: nn.Module) -> dict[str, Tensor]:
 
 
 def part_alone(head: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of a head with the given tensors. The copy computes the logits of only those tokens
-    for which these tensors have a row. Any thread can use the copy.
+    """A copy of a head with the given tensors. The copy computes logits only for the tokens of
+    which these tensors have a row. Any thread can use the copy.
 
     Args:
         tensors: the tensors by name, as `tensors_of` returns them.

@@ -4,9 +4,9 @@ Owns:  ScopeWorker, one for each of vLLM's workers.
 Runs:  in every worker process, on its main thread.
 From:  attach (vLLM's calls).   To: loading, steps, delivery.
 
-Promise: if no request has taps, a step takes only the time of a few attribute tests. In such a
-step, the worker uploads no data and examines no request. If the reads or edits of a request fail,
-the request gets an error with the reason. All other requests and the engine continue.
+Promise: if no request has taps, the ScopeWorker adds only a few attribute tests to a step. In such
+a step, it uploads no data and examines no request. If the reads or edits of a request fail, the
+request gets an error with the reason. All other requests and the engine continue.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class ScopeWorker:
         except CompatError as error:
             self._go_without_taps(str(error))
             return
-        # The parts of the configuration that apply to requests are checked now, so that the engine
-        # does not start if they are wrong.
+        # Some parts of the configuration are used only when requests come. These parts are checked
+        # now. If one of them is wrong, the engine does not start.
         if global_reads(self.config, self.sites) != global_reads(
             self.config, replace(self.sites, moved=())
         ):
@@ -178,8 +178,9 @@ class ScopeWorker:
         )  # fmt: skip
 
     def settle(self) -> None:
-        """Wait until the lens has been applied to all rows of the current weights. Each worker
-        calls this method before its weights change, because the lens reads the weights."""
+        """Wait until the lens has been applied to all rows that were computed with the current
+        weights. Each worker calls this method before its weights change, because the lens reads
+        the weights."""
         if self._delivery is not None:
             self._delivery.drain.settle()
 
@@ -262,7 +263,8 @@ class ScopeWorker:
         logger.warning("vllm-scope: no taps on this model: %s.", reason)
 
     def _begin_lens(self, lens: OwnLens, forward: Forward) -> None:
-        """If the model's lens can be applied, give the lens to the packer."""
+        """If the model's lens can be applied, add this worker's lenses to the pair makers, which
+        the drain uses."""
         delivery = self._delivery
         self._pair_makers |= lens.begin(
             lambda: last_rows(self.sites, self._tables, self._arena, forward),
@@ -330,9 +332,9 @@ class ScopeWorker:
         """
         assert self._planner is not None
         recipient, vectors = entrant.recipient, True
-        # A request can have no recipient, or a recipient that awaits nothing. Server-wide edits and
-        # global sinks apply to such a request too. If it has a recipient, the global sinks use the
-        # request's names in the recipient.
+        # A request can have no recipient, or a recipient that awaits nothing. In both cases, no
+        # front-end gets an answer, but server-wide edits and global sinks still apply. A recipient
+        # has the request's names, which the global sinks use.
         told = recipient if recipient is not None and recipient.awaits else None
         key = NOBODY if told is None else told.key
         try:
@@ -420,8 +422,8 @@ class ScopeWorker:
             self._fail(req_id, f"new scales of the request's policy could not be applied: {error}")
 
     def _end_unwatched(self, req_id: str, asked: Resolved, reason: str) -> None:
-        """End a request for which no scores can be computed, if a probe or a policy can stop the
-        request."""
+        """If a probe or a policy can stop a request, end the request. The worker calls this method
+        if it cannot compute the request's scores."""
         if (asked.stopping or asked.policy) and self._faults is not None:
             self._faults.fail(req_id, reason)
 
@@ -445,7 +447,7 @@ class ScopeWorker:
         self, request: NewRequestData, recipient: Recipient | None, asked: Resolved
     ) -> WorkerDelivery | None:
         """This worker's delivery. None if there is no delivery, or if the front-end is not
-        connected. In the second case, end a request that a probe or a policy can stop."""
+        connected. In the second case, the request ends if a probe or a policy can stop it."""
         if self._delivery is not None and recipient is not None:
             try:
                 self._delivery.expect(recipient)
