@@ -51,7 +51,8 @@ class Entrant(msgspec.Struct, frozen=True):
             programs. Empty if the request has no edits, probes, features or lenses, and is not
             `unchecked`.
         unchecked: True if the request can deliver more bytes in one step than its front-end has
-            computed. Server-wide edits, steering modules, global sinks and codecs can be the cause.
+            checked. A worker then checks the size. Server-wide edits, steering modules, global
+            sinks and codecs can be the cause.
         logged: the request's part of the log, in which workers store the states of gates.
         scores: if workers store the request's scores together with its KV blocks, the digest of the
             request's probes. Otherwise empty.

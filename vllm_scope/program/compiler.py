@@ -5,7 +5,8 @@ Runs:  in workers, when a request arrives and when its tokens are planned; in En
        front-end, to compute the Cost of a request. numpy, no torch.
 From:  request.resolve.   To: compiled (builds and keeps the programs), plan, admission.
 
-The docstring of compiled.py explains the words pick, column, boundary, group and point.
+The docstring of compiled.py explains the words pick, column, boundary, group and point. A pick is
+uniform if it selects all prompt tokens or none, and all generated tokens or none.
 
 Promise: a token's program depends on the token's absolute position, and never on the step.
 Therefore a prefill in chunks, or a second computation of tokens, reads and edits the same rows.

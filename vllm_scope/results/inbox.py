@@ -249,8 +249,8 @@ def _added(
     try:
         pending.add(pieces, labels, some)
     except Exception:
-        # The other requests continue. This request also loses its earlier rows. One of them may
-        # belong to a rejected draft, and would be returned in place of a row of this message.
+        # The other requests continue. This request also loses its earlier rows, because one of them
+        # may belong to a rejected draft, and would otherwise be returned in place of a lost row.
         logger.exception("vllm-scope: rows of a request could not be kept")
         pending.revert()
         pending.lose(UNKEPT)

@@ -35,8 +35,9 @@ from vllm_scope.sweeps.table import SweepTable
 from vllm_scope.sweeps.wire import AskedSweep
 
 T = TypeVar("T")
-#: The largest count of numbers in all lists of a body together. A 70B model has 80 layers and rows
-#: of 8,192 numbers. A body with one vector for each of these layers is below the limit.
+#: The limit of the numbers in the body of a request, in all its lists together. A 70B model has 80
+#: layers and rows of 8,192 numbers. A body with one vector for each of these layers is below the
+#: limit.
 MOST_NUMBERS = 1 << 20
 #: The largest number of characters in the message of a refusal.
 MOST_MESSAGE = 2000

@@ -53,10 +53,10 @@ LOGITS: Final = "logits"
 MAX_NUMBERS: Final = MAX_SPEC_BYTES // 6
 #: The site, the layer and the head of each receiver. The head is None if a receiver is a whole row.
 Receivers = tuple[tuple[str, int, int | None], ...]
-#: A function that makes a cell's next request. The arguments are the rows that the previous request
-#: has read, and the rows of the prompt's own run. The function returns the actions of the next
-#: request, and the Step after the next request. This Step is None if the next request is the cell's
-#: last.
+#: A function that makes one request of a cell. The arguments are the rows that the cell's previous
+#: request has read, and the rows of the prompt's own run. The function returns the actions of the
+#: request, and the Step that makes the cell's next request. This Step is None if there is no next
+#: request.
 Step = Callable[[ReadRows, ReadRows], tuple[tuple[Action, ...], "Step | None"]]
 #: Sites where an edit at one position changes the layer's attention output at later positions.
 _SEEN_LATER: Final = ("attn_in", "k", "v")
@@ -202,7 +202,7 @@ class Paths:
     def begin(
         self, sender: Place, edits: tuple[Action, ...], at: list[int], length: int
     ) -> tuple[tuple[Action, ...], Step]:
-        """The actions of a cell's first request, and the Step after the first request.
+        """The actions of a cell's first request, and the Step that makes its second request.
 
         Args:
             at: the edited positions, in ascending order.
@@ -257,7 +257,7 @@ class Paths:
         self, at: list[int], depths: list[list[Place]], found: dict[Place, Floats],
         done: dict[Place, Floats], rows: ReadRows, plain: ReadRows,
     ) -> tuple[tuple[Action, ...], Step | None]:  # fmt: skip
-        """The actions that set receivers, and the Step after the request with these actions.
+        """The actions that set receivers, and the Step that makes the request after this one.
 
         If a receiver is a head, the other heads of the same row depend on the receivers at earlier
         depths. Therefore one request sets the earlier receivers and reads the row. The next request

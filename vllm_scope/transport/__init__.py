@@ -1,6 +1,6 @@
 """Sends rows from a worker to the front-end process that requested the rows.
 
-spans.py     a ring of slots whose spans are allocated in order
+spans.py     a ring of slots; allocates adjacent slots together, in the order of the ring
 ring.py      host memory for rows: HostRing in the worker, RingReader in front-ends
 messages.py  the messages, and the address of a front-end
 senders/     the worker's end of a connection: shared memory or TCP

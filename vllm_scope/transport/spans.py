@@ -1,4 +1,4 @@
-"""A ring of slots whose spans are allocated in order.
+"""A ring of slots; allocates adjacent slots together, in the order of the ring.
 
 Owns:  SpanRing, the base class of worker.arena.Arena and transport.ring.HostRing.
 

@@ -156,7 +156,7 @@ class Summing:
         self, step: StepRows, arena: Layout, number: int, points: tuple[int, ...]
     ) -> Iterator[Callable[[], None]]:
         """Add the rows whose tokens are certainly accepted, and keep all other rows in `_waiting`.
-        Yields functions that mark the positions of the added rows."""
+        Yields functions that record, for each request, up to which position rows were added."""
         owners = self._owners(step.keys, number)
         step, owners = step.at(owners.known), owners.at(owners.known)
         sure = owners.numbers(lambda one: one.num_prompt if step.true is not None else one.sure)

@@ -187,7 +187,8 @@ async def get_steering(request: Request, target: Target = None) -> SteeringStatu
 
 @reading.get("/layers", summary="What can be steered", responses=errors(400))
 async def get_layers(request: Request, target: Target = None) -> SteerableLayers:
-    """The hooks that the engine taps at each layer, which do not change while the engine runs."""
+    """For each layer, the hooks (the steering fork's names of sites) that the engine taps. They
+    stay the same while the engine runs."""
     _check_target(target)
     sites = await _sites(request)
     found: dict[str, HookPoints] = {}

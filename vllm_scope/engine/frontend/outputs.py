@@ -62,8 +62,8 @@ def _new_completion(
 
 
 def _fill_prompt_logprobs(state: RequestState) -> None:
-    """If a verdict ended a request before its whole prompt was computed, the log-probabilities of
-    the other prompt tokens are None. vLLM's server expects one item for each prompt token.
+    """If a verdict ended a request before its whole prompt was computed, add None for each prompt
+    token that has no log-probability. vLLM's server expects one item for each prompt token.
     vllm 0.32, entrypoints/openai/completion/serving.py, _create_completion_logprobs"""
     found = state.logprobs_processor.prompt_logprobs
     # The list is empty if an earlier output of a stream had the log-probabilities.

@@ -50,8 +50,9 @@ from vllm_scope.request.sites import STREAM, boundary_of_point
 #: only read.
 HELD_PROGRAMS, FREE_PROGRAMS = 8192, 4096
 #: Up to MOST_IDLE_SETS sets of programs stay on the device after their last request has ended. If a
-#: later request has the same monitor, the worker then uploads nothing for this request. A set with
-#: more than MOST_IDLE_BYTES of vectors does not stay. If a set has few operations (`Held.few`), its
+#: later request has an equal set, the worker uploads no programs for it. For example, requests that
+#: have only the same monitor have equal sets. A set with more than MOST_IDLE_BYTES of vectors does
+#: not stay. If a set has few operations (`Held.few`), its
 #: bytes are not counted.
 MOST_IDLE_SETS, MOST_IDLE_BYTES = 16, 1 << 20
 #: The number of places for the ops of held programs. In addition, the table has a place for each
@@ -75,7 +76,7 @@ class _Words(NamedTuple):
     Attributes:
         rows: for each point of the arena's layout, the address of the point's row, in two forms.
             The first form counts from the token's first slot. The second form is for a step that is
-            drained tap by tap, and counts from the token's first slot of the same tap.
+            drained tap by tap. It counts from the token's first slot for the point's own tap.
         told: for each bank and point in the layout, the address of the first number of the bank, in
             the same two forms.
         num_slots, num_delivered: the number of slots of a token in the arena, and the number of
