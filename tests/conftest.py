@@ -28,7 +28,7 @@ import pytest
 from tests import warm_start
 from tests.checkpoints import TOLERANCE, make_checkpoint, reference
 
-if not Path("/dev/nvidiactl").exists():  # a process that has used a GPU cannot be forked
+if not Path("/dev/nvidiactl").exists():  # on a GPU, vLLM itself decides how processes start
     warm_start.use()
 
 #: The share of a CPU's memory that vLLM wants to find free, whatever it then takes.

@@ -1,7 +1,9 @@
-"""The process that engine processes are forked from. Only `tests.warm_start` has it imported."""
+"""The process that engine processes are forked from. Only the process that `tests.warm_start`
+starts imports this module."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from importlib import import_module
 from multiprocessing import forkserver
@@ -10,15 +12,15 @@ from setproctitle import setproctitle
 
 from tests import warm_start
 
-# The first call finds the memory of the title, if no variable of the environment has changed yet.
+# The first call finds the memory of the title through the environment, so it comes before a
+# variable changes. Forked processes can then set their titles.
 setproctitle("the origin of engine processes")
-#: What the processes of an engine import before they make the engine.
+#: What the processes of an engine import before the model is loaded.
 for name in (
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
-    "vllm_scope.engine.plugin",
 ):
     import_module(name)
 warm_start.use()
@@ -27,3 +29,4 @@ forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-define
 # A fork copies only the thread that forks. (OpenBLAS ends its own threads before a fork.)
 threads = threading.enumerate()
 assert len(threads) == 1, f"a process with these threads cannot be forked: {threads}"
+sys.stdout.flush()  # a fork would copy text that is not written yet

@@ -3,6 +3,8 @@ in files too; and they edit and score alike."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from tests.engine import test_branch_sites as branches
 from tests.engine.test_edits import EDITS, check, direction, params
 from tests.engine.test_gates import gated
 from tests.engine.test_sinks import check_equal
+from tests.warm_start import cold
 from vllm_scope import Add, Gate, LensTopK, Probe, Read, SpecError
 from vllm_scope.analysis.attention import attention_pattern
 from vllm_scope.request.sites import Place
@@ -76,7 +79,8 @@ def test_ranks_and_stages_are_put_together(
             reads[0],
         ),
     ]
-    with process_engine(
+    # Each process of a spawned engine has a hash seed of its own.
+    with cold() if layout == "per_request" else nullcontext(), process_engine(
         path, dtype="float32", tensor_parallel_size=tensor, pipeline_parallel_size=pipeline,
         skip_tokenizer_init=True, enforce_eager=True, max_num_batched_tokens=64,
         additional_config={

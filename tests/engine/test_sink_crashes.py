@@ -17,6 +17,7 @@ import vllm_scope
 from tests.asking import run
 from tests.conftest import local_engine, process_engine
 from tests.engine.test_sinks import check_equal, params
+from tests.warm_start import cold
 from vllm_scope import Read
 
 
@@ -154,7 +155,7 @@ def check_goes_on(model, root: Path, layout: str, num_before: int) -> None:
 def test_a_killed_core_loses_nothing_that_was_called_ok(checkpoints, tmp_path, layout):
     model, me = checkpoints("llama"), psutil.Process()
     before = set(me.children(recursive=True))
-    with process_engine(
+    with cold(), process_engine(
         model, dtype="float32", enforce_eager=True, skip_tokenizer_init=True,
         additional_config=files_in(tmp_path, layout),
     ) as llm:  # fmt: skip

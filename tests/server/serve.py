@@ -6,8 +6,6 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 
-from tests import warm_start
-
 _version = importlib.metadata.version
 
 
@@ -23,7 +21,6 @@ def version(name: str) -> str:
 importlib.metadata.version = version
 
 if __name__ == "__main__":
-    warm_start.begin()
     from vllm.entrypoints.cli.main import main
 
     sys.exit(main())

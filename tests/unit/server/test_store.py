@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 
 from tests.unit.waiting import until
+from tests.warm_start import cold
 from vllm_scope.errors import CapacityError, ConfigError
 from vllm_scope.results.column import Column
 from vllm_scope.server import encode
@@ -292,7 +293,8 @@ def _end_with_a_store(folder):
 
 def test_a_child_process_that_ends_leaves_nothing(tmp_path):
     """API servers are such children."""
-    spawn = multiprocessing.get_context("spawn")
+    with cold():
+        spawn = multiprocessing.get_context("spawn")
     child = spawn.Process(target=_end_with_a_store, args=(tmp_path,))
     child.start()
     child.join()

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from tests.warm_start import cold
 from vllm_scope.server.store import Store
 from vllm_scope.transport.folders import RUN, end_run, hold, prefix
 from vllm_scope.transport.receiver import KIND, Receiver
@@ -90,7 +91,8 @@ def _end_with_a_receiver(place):
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_a_child_process_that_ends_leaves_no_folder(method, places):
     """Forked children of multiprocessing never come to atexit."""
-    context = multiprocessing.get_context(method)
+    with cold():
+        context = multiprocessing.get_context(method)
     child = context.Process(target=_end_with_a_receiver, args=(str(places[0]),))
     child.start()
     child.join()
