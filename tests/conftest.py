@@ -13,7 +13,10 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from pathlib import Path
 
-if not Path("/dev/nvidiactl").exists():
+from tests import warm_start
+
+if not Path("/dev/nvidiactl").exists():  # on a GPU, vLLM itself decides how processes start
+    warm_start.use()
     # On a CPU vLLM 0.32 cannot load the graphs that it saves ahead of time. It compiles them anew
     # at each start, which takes 11 s. If it saves none, Inductor's own cache serves: 5 s.
     # tests/engine/test_compile_cache.py, the examples and the demos start as users do.
@@ -25,11 +28,7 @@ from typing import Any
 
 import pytest
 
-from tests import warm_start
 from tests.checkpoints import TOLERANCE, make_checkpoint, reference
-
-if not Path("/dev/nvidiactl").exists():  # on a GPU, vLLM itself decides how processes start
-    warm_start.use()
 
 #: The share of a CPU's memory that vLLM wants to find free, whatever it then takes.
 MEMORY = {"gpu_memory_utilization": 0.3}

@@ -15,7 +15,7 @@ from tests import warm_start
 # The first call finds the memory of the title through the environment, so it comes before a
 # variable changes. Forked processes can then set their titles.
 setproctitle("the origin of engine processes")
-#: What the processes of an engine import before the model is loaded.
+# What the processes of an engine import before the model is loaded.
 for name in (
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",

@@ -70,8 +70,8 @@ class _Context(contexts.ForkServerContext):
 
 
 def use() -> None:
-    """Let processes that are "spawned" from now on be forked from the origin. The first of them
-    starts the origin."""
+    """From now on, fork processes from the origin that would be spawned otherwise. The origin
+    starts together with the first such process."""
     contexts._concrete_contexts["spawn"] = _Context()  # type: ignore[attr-defined]
     forkserver.set_forkserver_preload(["tests.warm_origin"])
 

@@ -80,7 +80,7 @@ def test_ranks_and_stages_are_put_together(
         ),
     ]
     # Each process of a spawned engine has a hash seed of its own.
-    with cold() if layout == "per_request" else nullcontext(), process_engine(
+    with cold() if tensor > 1 else nullcontext(), process_engine(
         path, dtype="float32", tensor_parallel_size=tensor, pipeline_parallel_size=pipeline,
         skip_tokenizer_init=True, enforce_eager=True, max_num_batched_tokens=64,
         additional_config={

@@ -55,7 +55,7 @@ class OfflineEngine:
 
     Raises:
         SpecError: there are three cases, and in each case no engine is started. `model` is neither
-            a name nor an LLM. Or `model` is an LLM, and there are options. Or an engine for the
+            a name nor an LLM; or `model` is an LLM, and there are options; or an engine for the
             named model would have no tap for one of the reads.
         ScopeError: vLLM cannot start.
     """

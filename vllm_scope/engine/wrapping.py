@@ -5,8 +5,8 @@ Runs:  in every process of an engine, once, before the engine is created. In a w
        Runner V1, the sampler is wrapped later, when the runner gets its taps.
 From:  seams.CONTRACT.
 
-Promise: an engine does not start in three cases. A wrapped symbol is missing. Or the symbol lacks a
-parameter that its wrapper reads. Or the symbol has a new parameter that its wrapper does not
+Promise: an engine does not start in three cases: a wrapped symbol is missing; or the symbol lacks a
+parameter that its wrapper reads; or the symbol has a new parameter that its wrapper does not
 accept. The error names the symbol. If supported versions of vLLM differ in a feature, our code
 tests whether the feature exists, and does not test the version.
 """

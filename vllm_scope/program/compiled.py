@@ -375,9 +375,8 @@ class Compiled:
 
     @cached_property
     def _few(self) -> bool:
-        """True for a spec that does not read and has at most MOST_COUNTED_EDITS simple edits.
-        Usually the spec of a sweep's cell is such a spec. The programs of such a spec are counted
-        without a list of operations.
+        """True for a spec without reads and with at most MOST_COUNTED_EDITS simple edits. Most
+        cells of sweeps have such a spec. Its programs are counted without a list of operations.
 
         An edit is simple if it has one operation in addition to at most one operation of its gate.
         A `Replace` is simple only if it has one row. An edit whose gate has a state is not simple.

@@ -524,8 +524,8 @@ class RequestProgram:
         return found
 
     def _of_phase(self, generated: bool) -> Program | None:
-        """The program of all prompt tokens, or of all generated tokens. Call this method only if
-        all picks are uniform."""
+        """The program that all generated tokens get if `generated` is True; otherwise, the program
+        that all prompt tokens get. Call this method only if all picks are uniform."""
         known, key = self._compiled.of_phase, (generated, self.begun)
         if key not in known:
             known[key] = self._compiled.program(self._phase_column(generated))

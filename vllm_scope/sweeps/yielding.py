@@ -17,7 +17,8 @@ from typing import Final
 
 #: The ids of all requests of sweeps begin with this prefix.
 SWEPT: Final = "sweep-"
-#: While there are other requests, the engine has cells for the fraction `TIME * share` of the time.
+#: While there are other requests, the cells of a sweep run for the fraction `TIME * share` of the
+#: time.
 TIME: Final = 0.2
 #: The most tokens in a group of several cells. A group of one cell can have more tokens.
 TOKENS: Final = 256

@@ -41,8 +41,9 @@ logger = logging.getLogger("vllm.vllm_scope")
 #: The numbers of one cell: the positions [n], and the numbers at these positions, float32 [n,
 #: numbers of the probe].
 _Numbers = tuple[Ints, torch.Tensor]
-#: The scores of one request in one step: the request's key, the positions, and the numbers of each
-#: cell of the request's probes. If the batch does not have a cell, its numbers are None.
+#: The scores of one request in one step: the request's key, the positions, and a list with the
+#: numbers of each cell of the request's probes. If the batch has no numbers of a cell, for example
+#: because the batch has the rows of one tap only, the list has None for this cell.
 _Found = tuple[int, Ints, list["torch.Tensor | None"]]
 #: Positions [n], and the values at these positions, float32 [n].
 _Values = tuple[Ints, torch.Tensor]

@@ -61,8 +61,8 @@ def attention_of(anatomy: Anatomy, sites: Sites, num_ranks: int = 1) -> dict[int
         num_ranks: the number of ranks among which tensor parallelism splits the heads.
 
     Raises:
-        ConfigError: a layer has no such module or several. Or the heads of the module differ from
-            the configuration. Or k or v is tapped in a layer that uses another layer's keys and
+        ConfigError: a layer has no such module or several; or the heads of the module differ from
+            the configuration; or k or v is tapped in a layer that uses another layer's keys and
             values.
     """
     found: dict[int, nn.Module] = {}

@@ -53,7 +53,7 @@ def projections_of(anatomy: Anatomy, sites: Sites, num_ranks: int) -> dict[int, 
         num_ranks: the number of ranks among which tensor parallelism splits the rows.
 
     Raises:
-        ConfigError: a layer has experts, no down projection, or several. Or the down projection has
+        ConfigError: a layer has experts, no down projection, or several; or the down projection has
             another width, or the ranks do not split its input equally.
     """
     found: dict[int, nn.Module] = {}

@@ -212,8 +212,8 @@ def logits_call(model: nn.Module, hidden: Tensor) -> LogitsCall:
         hidden: [n, hidden_size], the model's output.
 
     Raises:
-        CompatError: the model makes no call of LogitsProcessor or several. Or the model changes the
-            row or the logits outside this call. Or LoRA adapters can change the unembedding.
+        CompatError: the model makes no call of LogitsProcessor or several; or the model changes the
+            row or the logits outside this call; or LoRA adapters can change the unembedding.
     """
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 

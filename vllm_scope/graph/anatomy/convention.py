@@ -43,7 +43,7 @@ def convention_of(layer: nn.Module, model: nn.Module) -> Convention:
     """The convention of a decoder layer inside its model.
 
     Raises:
-        CompatError: there is no source code, or more than one loop calls layers. Or the two signs
+        CompatError: there is no source code, or more than one loop calls layers; or the two signs
             of the convention (see the top of this file) are not understood or disagree.
     """
     name, outer = type(layer).__name__, type(model).__name__

@@ -40,8 +40,8 @@ class Anatomy:
         norm_here: the module of the norm after the last layer. None if `norm` is None, or if
             another pipeline stage has the module.
         unread: the reason why the source is not understood. None if the source is understood. If
-            there is a reason, `convention` is only a supposition, which the numbers of a forward
-            must prove.
+            there is a reason, `convention` is only supposed: the rows of a forward must show that
+            it is right.
     """
 
     layers: dict[int, nn.Module]
@@ -112,7 +112,7 @@ def supposed_anatomies(
 
     Raises:
         CompatError: the model has no list of layers, or several lists that can be the layers. Or
-            the module that contains the layers does not have exactly one norm. Or this worker does
+            the module that contains the layers does not have exactly one norm; or this worker does
             not have that norm.
     """
     path, parent, layers = _decoder_of(model, num_layers, is_missing, has_cache)

@@ -164,8 +164,8 @@ def tap_rows(
         rows: [num_tokens, size], [num_tokens, heads, size of a head], or [1, num_tokens, size].
         number: the tap's row of Tables.taps.
         size: the number of elements of a whole row.
-        split: the split of the rows over the ranks. With a split, a row of `rows` has `split.part`
-            elements. None if each rank has whole rows.
+        split: the split of the rows over the ranks, in which this rank has `split.part` elements of
+            each row. None if each rank has whole rows.
 
     Returns:
         The rows that the model must use after the tap: `rows`, or a copy of them.
