@@ -10,14 +10,14 @@ from vllm_scope.worker.maxima import maxima
 
 
 @pytest.mark.parametrize("num_groups", [1, 16, 21])
-@pytest.mark.parametrize("num_rows", [0, 1, 3])
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 11])
 @pytest.mark.parametrize("thresholds", [True, False])
 def test_the_largest_of_each_group(thresholds, num_rows, num_groups):
     generator = torch.Generator().manual_seed(num_groups)
     products = torch.randn(num_rows, num_groups * GROUP, generator=generator) - 2
     bias, threshold = torch.randn(2, num_groups * GROUP, generator=generator)
-    if num_rows == 3:
-        products[1, 3], products[2] = torch.nan, -torch.inf
+    if num_rows >= 3:
+        products[1, 3], products[-1] = torch.nan, -torch.inf
     features = products + bias
     if thresholds:
         features = features.masked_fill(features <= threshold, 0)

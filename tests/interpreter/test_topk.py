@@ -15,7 +15,7 @@ def features_of(products, bias, threshold):
     return features if threshold is None else features.masked_fill(features <= threshold, 0)
 
 
-@pytest.mark.parametrize(("num_groups", "count"), [(40, 17), (5, 3)])
+@pytest.mark.parametrize(("num_groups", "count"), [(40, 17), (5, 3), (260, 32)])
 @pytest.mark.parametrize("thresholds", [True, False])
 def test_the_strongest_of_each_row(thresholds, num_groups, count):
     assert fits(num_groups, count)

@@ -16,10 +16,16 @@ from vllm_scope.engine.heap import frozen_heap
 def usual(monkeypatch):
     """The thresholds of collections before a computation."""
     monkeypatch.setattr(heap, "seldom", heap._Seldom())
-    before = gc.get_threshold()
+    before, callbacks = gc.get_threshold(), gc.callbacks[:]
     gc.set_threshold(701, 11, 12)
     yield 701, 11, 12
     gc.set_threshold(*before)
+    gc.callbacks[:] = callbacks
+
+
+def after_a_collection():
+    gc.collect(0)
+    return gc.get_threshold()
 
 
 def test_the_heap_is_frozen_inside_also_if_the_computation_fails(usual):
@@ -35,7 +41,7 @@ def test_the_heap_is_frozen_inside_also_if_the_computation_fails(usual):
     before, inside = found
     assert before == gc.get_freeze_count() == 0
     assert inside > 0
-    assert gc.get_threshold() == usual
+    assert after_a_collection() == usual
 
 
 def test_a_heap_that_was_frozen_before_stays_so(usual):
@@ -44,7 +50,7 @@ def test_a_heap_that_was_frozen_before_stays_so(usual):
             assert gc.get_freeze_count()
             assert gc.get_threshold() != usual
         assert gc.get_freeze_count()
-    assert gc.get_threshold() == usual
+    assert after_a_collection() == usual
 
 
 def test_collections_are_seldom_until_the_last_end(usual):
@@ -53,9 +59,30 @@ def test_collections_are_seldom_until_the_last_end(usual):
     assert first == (heap._FIRST, *usual[1:])
     heap.seldom.begin()
     heap.seldom.end()
-    assert gc.get_threshold() == first
+    assert after_a_collection() == first
     heap.seldom.end()
+    assert after_a_collection() == usual
+
+
+def test_the_last_end_causes_no_collection_at_once(usual):
+    heap.seldom.begin()
+    gc.collect(0)
+    collections = []
+    gc.callbacks.append(lambda phase, _: collections.append(phase))
+    kept: list[list[int]] = [[] for _ in range(5_000)]
+    heap.seldom.end()
+    kept += [[] for _ in range(1_000)]
+    assert not collections
+    kept += [[] for _ in range(2 * heap._MORE)]
+    assert collections
     assert gc.get_threshold() == usual
+
+
+def test_collections_are_rarer_again_if_a_request_begins_before_the_next_collection(usual):
+    for _ in range(2):
+        with heap.seldom:
+            assert gc.get_threshold()[0] == heap._FIRST
+    assert after_a_collection() == usual
 
 
 def test_collections_that_are_rarer_already_stay_so(usual):
@@ -78,7 +105,7 @@ def test_an_object_that_a_collection_frees_can_end_inside_of_another_end(usual):
     thread.start()
     thread.join(10)
     assert not thread.is_alive(), "it waits for itself"
-    assert gc.get_threshold() == usual
+    assert after_a_collection() == usual
 
 
 @pytest.mark.parametrize("given", [(0, 10, 10), (900, 10, 10)], ids=["off", "others"])
@@ -86,7 +113,7 @@ def test_what_somebody_else_sets_meanwhile_stays(given, usual):
     heap.seldom.begin()
     gc.set_threshold(*given)
     heap.seldom.end()
-    assert gc.get_threshold() == given
+    assert after_a_collection() == given
 
 
 def test_collections_that_are_switched_off_stay_so(usual):

@@ -22,7 +22,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
@@ -51,7 +51,6 @@ from vllm_scope.engine.frontend.prepared import (
     streamed,
 )  # fmt: skip
 from vllm_scope.engine.frontend.running import Running, runs
-from vllm_scope.engine.heap import seldom
 from vllm_scope.engine.monitors import monitors_of
 from vllm_scope.engine.params import (
     TICKET,
@@ -412,8 +411,7 @@ def _add_several(
     **kwargs: object,
 ) -> T:
     """OfflineInferenceMixin._render_and_add_requests. If there are several prompts and one prompt
-    is refused, the error names this prompt. While requests with a spec are added, garbage
-    collections are rarer, because a collection delays the requests that are not added yet."""
+    is refused, the error names this prompt."""
     number = 0
 
     def counted() -> Iterator[object]:
@@ -421,15 +419,12 @@ def _add_several(
         for number, prompt in enumerate(prompts):  # noqa: B007
             yield prompt
 
-    # This code does not call `asks`, because an error of `asks` would not name the prompt.
-    tapped = any(getattr(one, "extra_args", None) for one in params)
-    with seldom if tapped else nullcontext():
-        try:
-            return original(self, counted(), params, *args, **kwargs)
-        except ScopeError as error:
-            if len(params) < 2:
-                raise
-            raise named(error, f"prompts[{number}]") from None
+    try:
+        return original(self, counted(), params, *args, **kwargs)
+    except ScopeError as error:
+        if len(params) < 2:
+            raise
+        raise named(error, f"prompts[{number}]") from None
 
 
 @cache
