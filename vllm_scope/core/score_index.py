@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import repeat, takewhile
 
 from vllm_scope.request.remembered import Remembered
@@ -44,6 +45,29 @@ WAITING = 8
 ScoreKey = tuple[bytes, bytes]
 
 
+@dataclass(slots=True)
+class _Request:
+    """A running request whose scores are stored.
+
+    Attributes:
+        told: how many of its blocks are already full. The request has filled these blocks, or has
+            them from the prefix cache.
+        turn: the request's turn (TURNS).
+        due_at: the step in which `due` returns the request.
+        hashes, probes, block_bytes: after the first call of `fill`: the hashes of the request's
+            blocks, the digest of its probes, and the bytes of the scores of one block.
+        frozen: the number of its first tokens whose scores are stored, if `freeze` limits them.
+    """
+
+    told: int = 0
+    turn: int = 0
+    due_at: int = 0
+    hashes: Sequence[bytes] | None = None
+    probes: bytes = b""
+    block_bytes: int = 0
+    frozen: int | None = None
+
+
 class ScoreIndex:
     """Decides which blocks' scores the workers store, and when the workers get the news.
 
@@ -56,18 +80,8 @@ class ScoreIndex:
     def __init__(self, block_size: int, most_bytes: int, step_tokens: int = 1) -> None:
         self.block_size, self._step_tokens = block_size, step_tokens
         self._known: Remembered[ScoreKey, bool] = Remembered(most_bytes)
-        #: For each running request, by id: how many of its blocks are already full. The request has
-        #: filled these blocks, or has them from the prefix cache.
-        self._told: dict[str, int] = {}
-        #: For each running request with filled blocks, by id: (hashes of the request's blocks,
-        #: digest of its probes, bytes of the scores of one block).
-        self._chains: dict[str, tuple[Sequence[bytes], bytes, int]] = {}
-        #: For a running request that `freeze` limits, by id: the number of its first tokens whose
-        #: scores are stored.
-        self._frozen: dict[str, int] = {}
-        #: The turn (TURNS) of each running request, by id. `_last_turn` is the turn of the request
-        #: that began last.
-        self._turns: dict[str, int] = {}
+        self._running: dict[str, _Request] = {}
+        #: The turn of the request that began last.
         self._last_turn = 0
         #: By the id of an ended request: its full blocks that no news has named yet, in the form
         #: that `fill` returns.
@@ -77,34 +91,34 @@ class ScoreIndex:
         self._ended_chains: deque[tuple[Sequence[bytes], bytes, int]] = deque()
         #: The sum of the bytes in `_ended_chains`.
         self._ended_bytes = 0
-        #: `_step` is the number of steps so far. `_due_at` has, by request id, the step in which
-        #: `due` returns the request. `_due` has the requests by this step. If the step of a request
-        #: has changed, `_due` still has the request under the old step too.
+        #: `_step` is the number of steps so far. `_due` has the requests by the step in which `due`
+        #: returns them. If the step of a request has changed, `_due` still has the request under
+        #: the old step too.
         self._step = 0
-        self._due: dict[int, dict[str, None]] = {}
-        self._due_at: dict[str, int] = {}
+        self._due: dict[int, list[str]] = {}
         #: The keys of the scores that workers must drop with the next news.
         self._forgotten: list[ScoreKey] = []
 
     @property
     def running(self) -> list[str]:
-        return list(self._told)
+        return list(self._running)
 
     def begin(self, request_id: str, num_cached: int) -> None:
         """From now on, store the scores of a running request. Its first `num_cached` blocks come
         from the prefix cache, and their scores are stored already."""
-        self._told[request_id] = num_cached
         self._last_turn = (self._last_turn + 1) % TURNS
-        self._turns[request_id] = self._last_turn
-        self._look_at(request_id, self._step + 1)
+        # vLLM lets a preempted request begin again.
+        one = self._running.setdefault(request_id, _Request())
+        one.told, one.turn = num_cached, self._last_turn
+        self._look_at(request_id, one, self._step + 1)
 
     def due(self) -> list[str]:
         """The running requests whose full blocks must be in the news of the coming step. Call this
         method one time for each step, and then call `look_again` for each returned request."""
         self._step += 1
         self._use_ended(max(ENDS_A_STEP, len(self._ended_chains) // TURNS))
-        found = self._due.pop(self._step, {})
-        return [r for r in found if self._due_at.get(r) == self._step]
+        found = dict.fromkeys(self._due.pop(self._step, ()))  # each request one time
+        return [r for r in found if (one := self._running.get(r)) and one.due_at == self._step]
 
     def look_again(self, request_id: str, num_tokens: int) -> None:
         """Choose the step in which `due` returns a request again. If the next block needs fewer
@@ -116,15 +130,20 @@ class ScoreIndex:
         Args:
             num_tokens: the number of the request's known tokens. A step adds at most `step_tokens`.
         """
-        full = self._next_full(request_id)
-        if self._frozen.get(request_id, full) >= full:
+        one = self._running[request_id]
+        full = (one.told + 1) * self.block_size
+        if one.frozen is None or one.frozen >= full:
             steps = (full - num_tokens) // self._step_tokens
-            steps = steps + self._turns[request_id] if steps > 0 else 1
-            self._look_at(request_id, self._step + steps)
+            steps = steps + one.turn if steps > 0 else 1
+            self._look_at(request_id, one, self._step + steps)
 
-    def _look_at(self, request_id: str, step: int) -> None:
-        self._due.setdefault(step, {})[request_id] = None
-        self._due_at[request_id] = step
+    def _look_at(self, request_id: str, one: _Request, step: int) -> None:
+        one.due_at = step
+        due = self._due.get(step)
+        if due is None:
+            self._due[step] = [request_id]
+        else:
+            due.append(request_id)
 
     def num_known(self, hashes: Sequence[bytes], probes: bytes) -> int:
         """The number of blocks before the first block whose scores the workers do not store. Marks
@@ -137,15 +156,12 @@ class ScoreIndex:
 
     def num_told(self, request_id: str) -> int | None:
         """The number of the request's blocks that are already full. None before `begin`."""
-        return self._told.get(request_id)
+        one = self._running.get(request_id)
+        return None if one is None else one.told
 
     def may_fill(self, request_id: str, num_tokens: int) -> bool:
         """True if `fill` can find a new full block after `num_tokens` tokens are computed."""
-        return num_tokens >= self._next_full(request_id)
-
-    def _next_full(self, request_id: str) -> int:
-        """The number of tokens at which the request's next block is full."""
-        return (self._told[request_id] + 1) * self.block_size
+        return num_tokens >= (self._running[request_id].told + 1) * self.block_size
 
     def fill(
         self, request_id: str, hashes: Sequence[bytes], num_tokens: int, probes: bytes,
@@ -163,23 +179,28 @@ class ScoreIndex:
             (number of the first new full block, hashes of all new full blocks); None if no block
             is newly full.
         """
-        first = self._told[request_id]
-        num_tokens = min(num_tokens, self._frozen.get(request_id, num_tokens))
+        one = self._running[request_id]
+        first = one.told
+        if one.frozen is not None:
+            num_tokens = min(num_tokens, one.frozen)
         stop = min(num_tokens // self.block_size, len(hashes))
         if stop <= first:
             return None
         size = self.block_size * token_bytes + _BLOCK_BYTES
-        self._told[request_id], self._chains[request_id] = stop, (hashes, probes, size)
+        one.told, one.hashes, one.probes, one.block_bytes = stop, hashes, probes, size
         found = list(hashes[first:stop])
-        for one in reversed(found):  # in reverse order, as in `num_known`
-            self._forgotten += [key for key, _ in self._known.put((one, probes), True, size)]
+        for block_hash in reversed(found):  # in reverse order, as in `num_known`
+            gone = self._known.put((block_hash, probes), True, size)
+            if gone:
+                self._forgotten += [key for key, _ in gone]
         return first, found
 
     def freeze(self, request_id: str, num_tokens: int) -> None:
         """From now on, store only scores of the first `num_tokens` tokens of a running request. The
         later tokens have more scores, because a later stage of a cascade has begun."""
-        if request_id in self._told:
-            self._frozen.setdefault(request_id, num_tokens)
+        one = self._running.get(request_id)
+        if one is not None and one.frozen is None:
+            one.frozen = num_tokens
 
     def lose(self, keys: Iterable[ScoreKey]) -> None:
         """Record that a worker has lost the scores with these keys. Workers of other pipeline
@@ -196,7 +217,7 @@ class ScoreIndex:
         self._ended_chains.clear()
         self._ended_bytes = 0
         # vLLM computes the blocks of running requests again, from the first one on.
-        for request_id in self._told:
+        for request_id in self._running:
             self.begin(request_id, 0)
 
     @property
@@ -224,14 +245,10 @@ class ScoreIndex:
         """
         if filled is not None:
             self._ended[request_id] = filled
-        self._told.pop(request_id, None)
-        self._due_at.pop(request_id, None)
-        self._frozen.pop(request_id, None)
-        self._turns.pop(request_id, None)
-        if request_id in self._chains:
-            hashes, probes, size = self._chains.pop(request_id)
-            num_bytes = len(hashes) * size
-            self._ended_chains.append((hashes, probes, num_bytes))
+        one = self._running.pop(request_id, None)
+        if one is not None and one.hashes is not None:
+            num_bytes = len(one.hashes) * one.block_bytes
+            self._ended_chains.append((one.hashes, one.probes, num_bytes))
             self._ended_bytes += num_bytes
             if self._ended_bytes * WAITING > self._known.most_bytes:
                 self._use_ended(len(self._ended_chains))

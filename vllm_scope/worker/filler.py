@@ -163,9 +163,9 @@ class Filler:
 
     def _fill_together(self, steps: Sequence[Rows]) -> None:
         first, regions = steps[0], [step.region for step in steps if step.region is not None]
-        for step in steps:
-            if step.tapped is not None:
-                self.stream.wait_for(step.tapped)
+        # All taps run on the model's stream, on which the last event follows all earlier events.
+        if steps[-1].tapped is not None:
+            self.stream.wait_for(steps[-1].tapped)
         if len(steps) == 1:
             self._fill(regions[0], first.labels, first.boundary, first.lease, first.positions)
             return

@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: How many groups of how many rows one Triton program reads. The program reads the groups' bias and
-#: thresholds one time for all of these rows.
-GROUPS, ROWS = 16, 8
+#: How many groups one Triton program reads.
+GROUPS = 16
 
 
 def maxima(products: Tensor, bias: Tensor, threshold: Tensor | None, group: int) -> Tensor:
@@ -33,9 +32,9 @@ def maxima(products: Tensor, bias: Tensor, threshold: Tensor | None, group: int)
     num_groups = width // group
     found = torch.empty((num_rows, num_groups), dtype=torch.float32, device=products.device)
     if num_rows:
-        _kernel[triton.cdiv(num_rows, ROWS), triton.cdiv(num_groups, GROUPS)](
-            products, bias, bias if threshold is None else threshold, found, num_rows, width,
-            num_groups, ROWS, GROUPS, group, threshold is not None,
+        _kernel[num_rows, triton.cdiv(num_groups, GROUPS)](
+            products, bias, bias if threshold is None else threshold, found, width, num_groups,
+            GROUPS, group, threshold is not None,
         )  # fmt: skip
     return found
 
@@ -45,23 +44,17 @@ def _larger(one, other):  # type: ignore[no-untyped-def]
     return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def _kernel(  # type: ignore[no-untyped-def]
-    products, bias, threshold, found, num_rows, width, num_groups,
-    rows_at_once: tl.constexpr, groups_at_once: tl.constexpr, group: tl.constexpr,
-    thresholds: tl.constexpr,
+    products, bias, threshold, found, width, num_groups,
+    num_at_once: tl.constexpr, group: tl.constexpr, thresholds: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * rows_at_once
-    groups = tl.program_id(1) * groups_at_once + tl.arange(0, groups_at_once)
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.program_id(1) * num_at_once + tl.arange(0, num_at_once)
     at = groups[:, None] * group + tl.arange(0, group)[None, :]
     there = at < width
-    offset = tl.load(bias + at, there)
-    least = tl.load(threshold + at, there) if thresholds else 0.0
-    for _ in tl.static_range(rows_at_once):
-        feature = tl.load(products + row * width + at, there & (row < num_rows)) + offset
-        if thresholds:
-            feature = tl.where(feature <= least, 0.0, feature)
-        largest = tl.reduce(feature, 1, _larger)
-        into = found + row * num_groups + groups
-        tl.store(into, largest, (groups < num_groups) & (row < num_rows))
-        row += 1
+    feature = tl.load(products + row * width + at, there) + tl.load(bias + at, there)
+    if thresholds:
+        feature = tl.where(feature <= tl.load(threshold + at, there), 0.0, feature)
+    largest = tl.reduce(feature, 1, _larger)
+    tl.store(found + row * num_groups + groups, largest, groups < num_groups)

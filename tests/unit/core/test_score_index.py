@@ -248,8 +248,7 @@ def test_after_each_step_the_workers_hold_what_is_known_and_no_more_than_allowed
             scheduled()
     for name in index.running:
         index.finish_request(name, None)
-    left = (index._told, index._due_at, index._frozen, index._turns, index._chains)
-    assert not any(left), "an ended request leaves something behind"
+    assert not index.running, "an ended request leaves something behind"
 
 
 def test_of_a_request_whose_next_tokens_have_other_scores_no_more_blocks_are_kept():

@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import nullcontext
 from functools import partial
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -159,6 +160,8 @@ def test_rows_without_heads_are_copied_on_the_workers_thread(streams, monkeypatc
 def test_small_steps_with_heads_are_copied_on_the_drain_thread_after_their_taps(streams):
     with of_pairs(CPU, 4096) as (submit, drain, sink, found, pairs):
         sink.gate.clear()
+        put_off, tapped = drain.filler.put_off, []
+        drain.filler.put_off = lambda *args: tapped.append(put_off(*args)) or tapped[-1]
         for step in range(40):
             submit(step % 3, step, 2)
             if step == 5:
@@ -169,8 +172,9 @@ def test_small_steps_with_heads_are_copied_on_the_drain_thread_after_their_taps(
         assert not drain.filler._num_waiting
     assert found == [one for step in range(40) for one in pairs_of(step % 3, [step], 2)]
     assert sum(pairs.counts) == 80
-    assert len(side.awaited) == 40
-    assert [on for _, on in side.awaited] == [streams.taps] * 40
+    last = [num_rows // 2 - 1 for num_rows in accumulate(pairs.counts)]
+    assert [event for event, _ in side.awaited] == [tapped[step] for step in last]
+    assert {on for _, on in side.awaited} == {streams.taps}
     assert all(event.blocking for event, _ in side.awaited), "the drain thread sleeps meanwhile"
 
 
