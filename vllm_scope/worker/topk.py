@@ -19,9 +19,8 @@ from torch import Tensor
 #: not fit into the registers of a Triton program. The kernel has two variants, with n = LEAST and n
 #: = MOST. A variant finds up to n features of a row, and compares only the features of n groups.
 LEAST, MOST, MOST_GROUPS = 32, 64, 4096
-#: How many neighbours are compared first. The n largest of some numbers are always in the n sets of
-#: PART neighbours with the largest maxima, so that only the numbers of these sets are sorted.
-PART = 8
+#: Measured on an H100, for 768 rows and 65,536 features: 32 features of each row take 93 us with 2
+#: warps and 107 us with 4 warps; 64 features take 232 us with 2 warps and 198 us with 4 warps.
 NUM_WARPS = 4
 #: This key is smaller than the result of `_key` for every number.
 _NO_KEY = tl.constexpr(-(2**63))
@@ -51,7 +50,7 @@ def put_pairs(
     _kernel[num_rows,](
         largest, products, bias, bias if threshold is None else threshold, packed,
         packed.stride(0), num_groups, width, count, first_value,
-        max(some, triton.next_power_of_2(num_groups)), some, width // num_groups, PART,
+        max(some, triton.next_power_of_2(num_groups)), some, width // num_groups,
         threshold is not None, num_warps=NUM_WARPS,
     )  # fmt: skip
 
@@ -72,60 +71,25 @@ def _index(key):  # type: ignore[no-untyped-def]
     return 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32)
 
 
-@triton.jit
-def _largest_sets(key, count: tl.constexpr, part: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sets of `part` neighbours with the `count` largest maxima.
-
-    Args:
-        key: The keys of numbers whose indices begin, in each set, with a multiple of `part`.
-    """
-    sets = tl.reshape(key, key.numel // part, part)
-    return _index(tl.topk(tl.max(sets, 1), count)) // part
-
-
-@triton.jit
-def _within(sets, size: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The indices of the numbers in sets of `size` neighbours."""
-    at = sets[:, None] * size + tl.arange(0, size)[None, :]
-    return tl.reshape(at, at.numel)
-
-
-@triton.jit
-def _group_key(largest, at, num_groups):  # type: ignore[no-untyped-def]
-    there = at < num_groups
-    return tl.where(there, _key(tl.load(largest + at, there, 0.0), at), _NO_KEY)
-
-
-@triton.jit
-def _feature_key(  # type: ignore[no-untyped-def]
-    products, bias, threshold, at, width, thresholds: tl.constexpr
-):
-    # If the SAE has fewer groups than the kernel compares, the missing groups have the index
-    # 0x7FFFFFFF. This index times the size of a group overflows int32, and the features of the
-    # missing groups get negative indices.
-    there = (at >= 0) & (at < width)
-    feature = tl.load(products + at, there, 0.0) + tl.load(bias + at, there, 0.0)
-    if thresholds:
-        feature = tl.where(feature <= tl.load(threshold + at, there, 0.0), 0.0, feature)
-    return tl.where(there, _key(feature, at), _NO_KEY)
-
-
 @triton.jit(do_not_specialize=["stride", "num_groups", "count", "first_value"])
 def _kernel(  # type: ignore[no-untyped-def]
     largest, products, bias, threshold, packed, stride, num_groups, width, count, first_value,
-    size: tl.constexpr, some: tl.constexpr, group: tl.constexpr, part: tl.constexpr,
-    thresholds: tl.constexpr,
+    size: tl.constexpr, some: tl.constexpr, group: tl.constexpr, thresholds: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    largest += row * num_groups
-    products += row * width
-    key = _group_key(largest, tl.arange(0, size), num_groups)
-    if size > some * part:
-        key = _group_key(largest, _within(_largest_sets(key, some, part), part), num_groups)
-    at = _within(_index(tl.topk(key, some)), group)
-    key = _feature_key(products, bias, threshold, at, width, thresholds)
-    at = _within(_largest_sets(key, some, part), part)
-    key = tl.topk(_feature_key(products, bias, threshold, at, width, thresholds), some)
+    at = tl.arange(0, size)
+    there = at < num_groups
+    key = _key(tl.load(largest + row * num_groups + at, there, 0.0), at)
+    groups = _index(tl.topk(tl.where(there, key, _NO_KEY), some))
+    at = tl.reshape(groups[:, None] * group + tl.arange(0, group)[None, :], some * group)
+    # If the SAE has fewer groups than `some`, the missing groups have the index 0x7FFFFFFF. This
+    # index times `group` overflows int32, and the features of the missing groups get negative
+    # indices.
+    there = (at >= 0) & (at < width)
+    feature = tl.load(products + row * width + at, there, 0.0) + tl.load(bias + at, there, 0.0)
+    if thresholds:
+        feature = tl.where(feature <= tl.load(threshold + at, there, 0.0), 0.0, feature)
+    key = tl.topk(tl.where(there, _key(feature, at), _NO_KEY), some)
     order = (key >> 32).to(tl.int32)
     bits = tl.where(order <= 0, 0, order)  # a negative value becomes 0
     place = tl.arange(0, some)
