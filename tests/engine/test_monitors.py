@@ -11,6 +11,7 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 from safetensors.numpy import save_file
+from vllm.sampling_params import BeamSearchParams
 
 from tests.asking import prompts, run
 from tests.conftest import local_engine
@@ -85,6 +86,17 @@ def test_a_request_that_vllm_has_made_before_is_monitored_too(n, llm):
         assert completion.scope.status == "complete"
         assert completion.scope.verdicts["monitor/low"].position == 0
     assert own.extra_args is None
+
+
+def test_beam_search_is_refused_until_the_monitors_have_ended(llm):
+    """vLLM makes requests of one token each, which a monitor could not stop."""
+    prompts, beams = [{"prompt_token_ids": PROMPT}], BeamSearchParams(beam_width=2, max_tokens=3)
+    said = "every request for its monitors 'low', 'high'; sample instead"
+    with pytest.raises(SpecError, match=said):
+        llm.beam_search(prompts, beams)
+    set_monitors(llm, {})
+    with pytest.raises(ValueError, match="Tokenizer not available"):  # vLLM's search has begun
+        llm.beam_search(prompts, beams)
 
 
 def test_a_monitored_prompt_hits_the_prefix_cache_as_a_plain_one_does(llm):

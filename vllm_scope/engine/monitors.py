@@ -15,7 +15,7 @@ engine has no room for all configured monitors, it does not start either. If an 
 monitors that the engine does not support or has no room for, these monitors are refused. Every
 request has the monitors that are set when the request enters. Therefore a request is refused if the
 monitors and the request's own actions together need more room than the engine has. A request with
-prompt embeddings or streamed input is also refused, because it cannot be tapped. A server with
+prompt embeddings or streamed input is also refused, because it cannot be tapped. An engine with
 monitors also refuses beam search.
 """
 
@@ -360,6 +360,16 @@ def _looked_up(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
     if not isinstance(body, Mapping) or not body.get("monitors"):
         return ()
     return _monitors.put(vllm_config, configured(vllm_config))
+
+
+def no_beams(vllm_config: VllmConfig) -> str:
+    """The error text for a beam search with taps. vLLM makes a request for each token of each beam.
+    In such a request, monitors see no generated tokens, and the request has ended before a verdict
+    can stop it."""
+    found = monitors_of(vllm_config)
+    called = f"monitor{'s' if found[1:] else ''} {', '.join(repr(one.name) for one in found)}"
+    why = f", and this engine taps every request for its {called}" if found else ""
+    return f"beam search cannot be tapped{why}; sample instead."
 
 
 def spec_of(vllm_config: VllmConfig) -> str | None:

@@ -144,7 +144,13 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     "entrypoints.offline_utils": (
         _wraps("OfflineInferenceMixin._render_and_add_requests", "prompts params"),
     ),
+    "entrypoints.generate.beam_search.offline": (
+        _wraps("BeamSearchOfflineMixin.beam_search", "", "llm_engine"),
+    ),
     # The HTTP server
+    "entrypoints.generate.beam_search.online": (
+        _wraps("BeamSearchOnlineMixin.beam_search", "", "engine_client"),
+    ),
     "entrypoints.serve": (_wraps("register_vllm_serve_api_routers", "app", instead=_ROUTES),),
     "entrypoints.openai.completion.serving": (
         _wraps("OpenAIServingCompletion.create_completion", "request raw_request"),

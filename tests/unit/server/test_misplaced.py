@@ -6,9 +6,11 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from vllm import LLM
 
 from vllm_scope import SpecError
-from vllm_scope.engine.frontend import translators
+from vllm_scope.engine import monitors
+from vllm_scope.engine.frontend import requests, translators
 from vllm_scope.engine.http import serving as http
 from vllm_scope.server.answer import current
 
@@ -18,9 +20,9 @@ ANSWER = object()
 SERVED = SimpleNamespace(additional_config={"scope": {}}, parallel_config=None)
 
 
-def create(body, xargs=None, path="/v1/completions", beams=False):
+def create(body, xargs=None, path="/v1/completions"):
     """What comes of a request with fields that vLLM does not know."""
-    request = SimpleNamespace(model_extra=body, vllm_xargs=xargs, use_beam_search=beams)
+    request = SimpleNamespace(model_extra=body, vllm_xargs=xargs)
 
     async def original(self, request, raw_request):
         return ANSWER
@@ -59,11 +61,22 @@ def test_unknown_fields_of_a_body_pass(body):
     assert create(body) is ANSWER
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/invocations"])
-def test_beam_search_is_refused_while_monitors_are_set(path, monkeypatch):
+def search():
+    """What comes of a beam search of vLLM's server, on whatever path."""
+    serving = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=SERVED))
+    return http._beam_search(lambda self, prompt: prompt, serving, prompt=ANSWER)
+
+
+def test_beam_search_is_refused_while_monitors_are_set(monkeypatch):
     """Its requests of one token each have no generated tokens that a monitor could stop."""
-    assert create({}, path=path, beams=True) is ANSWER
+    assert search() is ANSWER
     names = [SimpleNamespace(name=name) for name in ("mood", "risk")]
-    monkeypatch.setattr(http, "monitors_of", lambda config: names)
-    with pytest.raises(SpecError, match="every request for its monitors 'mood', 'risk'; sample"):
-        create({}, path=path, beams=True)
+    for module in (http, monitors, requests):
+        monkeypatch.setattr(module, "monitors_of", lambda config: names)
+    said = "^beam search cannot be tapped, .* every request for its monitors 'mood', 'risk'; sample"
+    with pytest.raises(SpecError, match=said):
+        search()
+    requests.wrap_llm()
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SERVED))
+    with pytest.raises(SpecError, match=said):
+        LLM.beam_search(llm, ["a"], None)

@@ -51,7 +51,7 @@ from vllm_scope.engine.frontend.prepared import (
     streamed,
 )  # fmt: skip
 from vllm_scope.engine.frontend.running import Running, runs
-from vllm_scope.engine.monitors import monitors_of
+from vllm_scope.engine.monitors import monitors_of, no_beams
 from vllm_scope.engine.params import (
     TICKET,
     asks,
@@ -427,11 +427,20 @@ def _add_several(
         raise named(error, f"prompts[{number}]") from None
 
 
+def _beam_search(original: Callable[..., T], self: Any, *args: object, **kwargs: object) -> T:
+    """BeamSearchOfflineMixin.beam_search."""
+    config = self.llm_engine.vllm_config
+    if monitors_of(config):
+        raise SpecError(no_beams(config))
+    return original(self, *args, **kwargs)
+
+
 @cache
 def wrap_llm() -> None:
-    """Wrap the method by which LLM.generate adds requests. Call this function only after the
-    method's module was imported, because the import takes time."""
+    """Wrap LLM.beam_search, and the method by which LLM.generate adds requests. Call this function
+    only after the methods' modules were imported, because the import takes time."""
     wrapping.wrap("OfflineInferenceMixin._render_and_add_requests", _add_several)
+    wrapping.wrap("BeamSearchOfflineMixin.beam_search", _beam_search)
 
 
 def wrap() -> None:

@@ -30,7 +30,7 @@ from vllm_scope.engine.frontend.outputs import Outputs, outdated, settle
 from vllm_scope.engine.frontend.prepared import aside
 from vllm_scope.engine.frontend.running import runs
 from vllm_scope.engine.http.calls import EngineCalls
-from vllm_scope.engine.monitors import monitors_of, share
+from vllm_scope.engine.monitors import monitors_of, no_beams, share
 from vllm_scope.engine.params import asks, params_of
 from vllm_scope.engine.refusals import Refusing, named, refusal
 from vllm_scope.engine.seams import config_of
@@ -65,7 +65,7 @@ def _create(
     raw_request: Request | None = None,
 ) -> Awaitable[object]:
     """OpenAIServingCompletion.create_completion and OpenAIServingChat.create_chat_completion."""
-    if raw_request is None or not (_asks_us(request) or _monitored(request, raw_request)):
+    if raw_request is None or not (_asks_us(request) or _monitored(raw_request)):
         return original(self, request, raw_request)
     return _create_with_scope(original, self, request, raw_request)
 
@@ -83,13 +83,10 @@ def _asks_us(request: Any) -> bool:
     return bool(body) and (_misplaced(body) is not None or faces.has_fields(body))
 
 
-def _monitored(request: Any, raw_request: Request) -> bool:
-    """True if monitors are set, and they concern the request. They concern a request on one of
-    PATHS, because its answer can contain verdicts. They also concern a beam search on any path,
-    because monitors cannot stop a beam search, and the request must be refused."""
-    if current.get() not in PATHS and not request.use_beam_search:
-        return False
-    return bool(monitors_of(raw_request.app.state.engine_client.vllm_config))
+def _monitored(raw_request: Request) -> bool:
+    """True if the answer of a request can contain verdicts of monitors."""
+    engine = raw_request.app.state.engine_client
+    return current.get() in PATHS and bool(monitors_of(engine.vllm_config))
 
 
 def _misplaced(body: Mapping[str, object]) -> str | None:
@@ -108,7 +105,7 @@ def _misplaced(body: Mapping[str, object]) -> str | None:
 async def _create_with_scope(
     original: Callable[..., Awaitable[Any]], self: object, request: Any, raw_request: Request
 ) -> object:
-    _check_place(request, raw_request)
+    _check_place(raw_request)
     if (why := _misplaced(request.model_extra or {})) is not None:
         raise refusal()(why)
     state = raw_request.app.state.scope
@@ -144,17 +141,18 @@ async def _create_with_scope(
             answer.close()
 
 
-def _check_place(request: Any, raw_request: Request) -> None:
-    if request.use_beam_search:
-        # vLLM makes a request for each token of each beam. In such a request, monitors see no
-        # generated tokens, and the request has ended before a verdict can stop it.
-        found = monitors_of(raw_request.app.state.engine_client.vllm_config)
-        called = f"monitor{'s' if found[1:] else ''} {', '.join(repr(one.name) for one in found)}"
-        why = f", and this engine taps every request for its {called}" if found else ""
-        raise refusal()(f"beam search cannot be tapped{why}; sample instead.")
+def _check_place(raw_request: Request) -> None:
     path = current.get()
     if not isinstance(path, str) or path not in PATHS:
         raise refusal()(_no_place(raw_request.url.path))
+
+
+def _beam_search(original: Callable[..., T], self: Any, *args: object, **kwargs: object) -> T:
+    """BeamSearchOnlineMixin.beam_search."""
+    config = self.engine_client.vllm_config
+    if isinstance(current.get(), Answer) or monitors_of(config):
+        raise refusal()(no_beams(config))
+    return original(self, *args, **kwargs)
 
 
 def _no_place(path: str) -> str:
@@ -395,6 +393,7 @@ def _wrap_serving() -> None:
     wrapping.wrap("OpenAIServingResponses.create_responses", responses)
     batch = partial(_create_elsewhere, "/v1/chat/completions/batch")
     wrapping.wrap("OpenAIServingChatBatch.create_batch_chat_completion", batch)
+    wrapping.wrap("BeamSearchOnlineMixin.beam_search", _beam_search)
     wrapping.wrap("AsyncLLM.generate", _generate)
     wrapping.wrap("OutputProcessor.add_request", _admitted)
 
