@@ -164,6 +164,9 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     "entrypoints.openai.chat_completion.batch_serving": (
         _wraps("OpenAIServingChatBatch.create_batch_chat_completion", "request raw_request"),
     ),
+    "entrypoints.speech_to_text.base.serving": (
+        _wraps("SpeechToTextBaseServing._create_speech_to_text", "audio_data request raw_request"),
+    ),
     "v1.utils": (_wraps("RustFrontendProcessManager.__init__"),),
     # EngineCore
     "v1.engine.core": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 
 import pytest
@@ -10,6 +11,10 @@ import pytest
 from tests import collector
 from vllm_scope.engine import heap
 from vllm_scope.engine.heap import frozen_heap
+
+
+class State:
+    """vLLM's RequestState."""
 
 
 @pytest.fixture
@@ -122,3 +127,70 @@ def test_collections_that_are_switched_off_stay_so(usual):
     assert gc.get_threshold()[0] == 0
     heap.seldom.end()
     assert gc.get_threshold() == (0, 11, 12)
+
+
+def test_collections_are_seldom_until_the_last_owner_is_freed(usual):
+    owners = [State(), State()]
+    for owner in owners:
+        heap.seldom.begin_for(owner)
+    del owner
+    for _ in range(2):
+        assert after_a_collection() == (heap._FIRST, *usual[1:])
+        owners.pop()
+    assert after_a_collection() == usual
+
+
+def test_an_owner_that_a_collection_frees_ends_within_the_collection(usual):
+    owner = State()
+    owner.itself = owner
+    heap.seldom.begin_for(owner)
+    del owner
+    gc.collect()
+    assert heap.seldom._num == 0
+    assert after_a_collection() == usual
+
+
+def test_an_end_too_many_changes_nothing(usual):
+    heap.seldom.end()
+    with heap.seldom:
+        assert gc.get_threshold()[0] == heap._FIRST
+    assert after_a_collection() == usual
+
+
+def test_a_begin_within_the_restoring_waits_for_it(usual, monkeypatch):
+    """Otherwise it would take its own thresholds for those of before."""
+    started, set_threshold = threading.Event(), gc.set_threshold
+
+    def slow(*thresholds):
+        set_threshold(*thresholds)
+        if thresholds == usual:
+            other.start()
+            started.wait(10)
+            other.join(0.2)
+
+    def again():
+        started.set()
+        heap.seldom.begin()
+
+    other = threading.Thread(target=again)
+    with heap.seldom:
+        pass
+    with monkeypatch.context() as patch:
+        patch.setattr(heap.gc, "set_threshold", slow)
+        gc.collect(0)
+        other.join(10)
+    assert gc.get_threshold()[0] == heap._FIRST
+    heap.seldom.end()
+    assert after_a_collection() == usual
+
+
+def test_a_fork_begins_with_usual_collections(usual):
+    heap.seldom.begin()
+    child = os.fork()
+    if not child:
+        is_usual = gc.get_threshold() == usual
+        with heap.seldom:
+            is_usual &= gc.get_threshold()[0] == heap._FIRST
+        os._exit(0 if is_usual and after_a_collection() == usual else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    heap.seldom.end()

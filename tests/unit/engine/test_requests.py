@@ -128,6 +128,22 @@ def test_completions_of_one_request_are_prepared_once_and_a_large_one_off_the_lo
         inbox().forget(one)
 
 
+def test_garbage_collections_are_rarer_until_vllm_frees_the_states_of_requests_with_a_spec(
+    monkeypatch,
+):
+    monkeypatch.setattr(frontend, "seldom", seldom := heap._Seldom())
+    engine, _ = _add(scope(Read("resid_post"))["scope"], [1, 2, 3])
+    states = engine.output_processor.request_states
+    assert seldom._num == NUM_CHILDREN
+    for state in states.values():
+        inbox().forget(runs.of(state).pending)
+    del state
+    states.popitem()
+    assert seldom._num == NUM_CHILDREN - 1
+    states.clear()
+    assert seldom._num == 0
+
+
 @pytest.mark.parametrize(
     ("tokens", "again_on_the_loop"),
     [pytest.param("all", True, id="whole-phases"), pytest.param([0, 1], False, id="positions")],
@@ -471,20 +487,6 @@ def test_an_llm_names_the_prompt_of_several_whose_arguments_are_no_mapping():
     params = [SamplingParams(), SamplingParams(extra_args=Read("embed"))]
     with pytest.raises(SpecError, match=r"^prompts\[1\]: extra_args is "):
         One()._render_and_add_requests(prompts=["a", "b"], params=params)
-
-
-def test_garbage_collections_are_rarer_until_the_last_request_with_taps_ends(monkeypatch):
-    seldom = heap._Seldom()
-    monkeypatch.setattr("vllm_scope.engine.frontend.running.seldom", seldom)
-    pending = SimpleNamespace(asked=SimpleNamespace(probes=()))
-    states = [State(), State()]
-    for state in states:
-        runs.put(state, Running(pending, Decorators(), None, ""))
-    del state
-    assert seldom._num == 2
-    for left in (1, 0):
-        states.pop()  # vLLM frees its state when a request ends
-        assert seldom._num == left
 
 
 def _made(running, state, token_ids, finish_reason, stop_reason):

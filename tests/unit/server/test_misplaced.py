@@ -12,7 +12,8 @@ from vllm_scope import SpecError
 from vllm_scope.engine import monitors
 from vllm_scope.engine.frontend import requests, translators
 from vllm_scope.engine.http import serving as http
-from vllm_scope.server.answer import current
+from vllm_scope.server.answer import Answer, current
+from vllm_scope.server.options import ScopeOptions
 
 SCOPE = '{"reads": [{"site": "embed"}]}'
 ANSWER = object()
@@ -61,22 +62,48 @@ def test_unknown_fields_of_a_body_pass(body):
     assert create(body) is ANSWER
 
 
-def search():
-    """What comes of a beam search of vLLM's server, on whatever path."""
+def search(place):
+    """What comes of a beam search of vLLM's server."""
     serving = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=SERVED))
-    return http._beam_search(lambda self, prompt: prompt, serving, prompt=ANSWER)
+    token = current.set(place)
+    try:
+        return http._beam_search(lambda self, prompt: prompt, serving, prompt=ANSWER)
+    finally:
+        current.reset(token)
 
 
 def test_beam_search_is_refused_while_monitors_are_set(monkeypatch):
-    """Its requests of one token each have no generated tokens that a monitor could stop."""
-    assert search() is ANSWER
+    """vLLM makes a request for each token. A monitor could not stop such requests."""
+    assert search("/invocations") is search("/v1/completions") is ANSWER
     names = [SimpleNamespace(name=name) for name in ("mood", "risk")]
     for module in (http, monitors, requests):
         monkeypatch.setattr(module, "monitors_of", lambda config: names)
     said = "^beam search cannot be tapped, .* every request for its monitors 'mood', 'risk'; sample"
-    with pytest.raises(SpecError, match=said):
-        search()
+    for path in ("/v1/completions", "/invocations"):
+        with pytest.raises(SpecError, match=said):
+            search(path)
     requests.wrap_llm()
     llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SERVED))
     with pytest.raises(SpecError, match=said):
         LLM.beam_search(llm, ["a"], None)
+
+
+def test_beam_search_with_a_scope_is_refused():
+    with pytest.raises(SpecError, match=r"^beam search cannot be tapped; sample instead\.$"):
+        search(Answer(ScopeOptions(), None, 0, "", 1, False))
+
+
+@pytest.mark.parametrize("xargs", [{"scope": SCOPE}, {"top_a": 1}, None])
+def test_a_scope_of_speech_is_refused(xargs):
+    """Also with a beam search, whose requests would not have the scope."""
+    request = SimpleNamespace(model_extra={}, vllm_xargs=xargs, use_beam_search=True)
+    raw = SimpleNamespace(url=SimpleNamespace(path="/v1/audio/translations"))
+
+    def create():
+        return http._create_speech(lambda self, *given: given, None, b"", request, raw, 1)
+
+    if xargs is None or "scope" not in xargs:
+        assert create() == (b"", request, raw, 1)
+        return
+    with pytest.raises(SpecError, match="/v1/audio/translations have no field for a scope"):
+        create()

@@ -431,7 +431,7 @@ def test_a_row_that_comes_after_a_dropped_one_is_delivered(monkeypatch):
             here.write(key, [2])
             here.write(key, [2], base=1000.0)  # dropped
             sink.go_on.set()
-            wait()
+            until(lambda key=key: 2 in dict(sink.rows.get((key, "resid_post", 1), ())), 5)
         here.write(1, [2], base=2000.0)
         here.end(0)
         here.end(1)

@@ -386,8 +386,8 @@ def _collecting() -> Iterator[tuple[Arena, Drain, RecordingSink, Any]]:
     store: Any = Store()
     with _drain(400, 400, store=store) as (arena, drain, sink):
         sink.gate.clear()
-        _submit(arena, drain, 9, 99, 1)  # the thread waits here
-        until(lambda: not drain._items, PATIENCE_S)
+        _submit(arena, drain, 9, 99, 1)  # the thread waits here, after the store
+        until(lambda: store.told, PATIENCE_S)
         store.told.clear()
         store.rows.clear()
         yield arena, drain, sink, store

@@ -51,6 +51,7 @@ from vllm_scope.engine.frontend.prepared import (
     streamed,
 )  # fmt: skip
 from vllm_scope.engine.frontend.running import Running, runs
+from vllm_scope.engine.heap import seldom
 from vllm_scope.engine.monitors import monitors_of, no_beams
 from vllm_scope.engine.params import (
     TICKET,
@@ -262,6 +263,7 @@ def _add_to_processor(
     original(self, request, *rest, **kwargs)
     state = self.request_states[request.request_id]
     runs.put(state, Running(pending, decorators, state.detokenizer, text))
+    seldom.begin_for(state)  # vLLM frees the state when the request ends
 
 
 def _applying(engine: Engine, params: SamplingParams) -> translators.Applying:

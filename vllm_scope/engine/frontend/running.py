@@ -15,7 +15,6 @@ from weakref import WeakMethod
 
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.frontend.translators import Decorators
-from vllm_scope.engine.heap import seldom
 from vllm_scope.engine.vllm_types import CompletionOutput, Detokenizer, RequestOutput
 from vllm_scope.errors import ScopeError
 from vllm_scope.results.buffer import Pending
@@ -24,8 +23,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 
 class Running:
-    """A request that has entered, with the data that its outputs need. While a Running exists,
-    garbage collections are rarer (`heap.seldom`).
+    """A request that has entered, with the data that its outputs need.
 
     Attributes:
         text: the JSON text of the request's spec.
@@ -41,7 +39,6 @@ class Running:
         detokenizer: Detokenizer,
         text: str,
     ) -> None:
-        seldom.begin()
         self.pending, self.decorators, self.text = pending, decorators, text
         self._detokenizer = detokenizer
         self._output_ids: list[int] = []
@@ -50,9 +47,6 @@ class Running:
         decode = getattr(detokenizer, "decode_next", None)
         if pending.asked.probes and decode is not None:
             detokenizer.decode_next = self._following(decode)
-
-    def __del__(self) -> None:
-        seldom.end()
 
     def _following(self, decode: Callable[..., str]) -> Callable[..., str]:
         # The detokenizer will hold `decode_next`. If `decode_next` held the detokenizer or this

@@ -316,6 +316,22 @@ def _create_elsewhere(
     return original(self, request, *args, **kwargs)
 
 
+def _create_speech(
+    original: Callable[..., T],
+    self: object,
+    audio_data: bytes,
+    request: Any,
+    raw_request: Request,
+    *args: object,
+    **kwargs: object,
+) -> T:
+    """SpeechToTextBaseServing._create_speech_to_text. Refuses a scope. Without this wrapper, a beam
+    search on these paths would ignore the scope."""
+    if _asks_us(request):
+        raise refusal()(_no_place(raw_request.url.path))
+    return original(self, audio_data, request, raw_request, *args, **kwargs)
+
+
 # The app
 
 
@@ -393,6 +409,7 @@ def _wrap_serving() -> None:
     wrapping.wrap("OpenAIServingResponses.create_responses", responses)
     batch = partial(_create_elsewhere, "/v1/chat/completions/batch")
     wrapping.wrap("OpenAIServingChatBatch.create_batch_chat_completion", batch)
+    wrapping.wrap("SpeechToTextBaseServing._create_speech_to_text", _create_speech)
     wrapping.wrap("BeamSearchOnlineMixin.beam_search", _beam_search)
     wrapping.wrap("AsyncLLM.generate", _generate)
     wrapping.wrap("OutputProcessor.add_request", _admitted)
