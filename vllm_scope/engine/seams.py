@@ -74,7 +74,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
         _uses("ModelConfig", "model dtype runner_type enforce_eager use_mla hf_text_config "
               "max_model_len skip_tokenizer_init get_hidden_size get_vocab_size "
               "get_total_num_hidden_layers get_head_size get_num_attention_heads "
-              "get_num_kv_heads get_total_num_kv_heads get_num_experts logprobs_mode "
+              "get_total_num_kv_heads get_num_experts logprobs_mode "
               "max_logprobs tokenizer revision tokenizer_revision quantization hf_overrides"),
     ),
     "config.parallel": (
