@@ -1,9 +1,9 @@
 """Makes Python's garbage collections rarer while requests are computed.
 
 Owns:  `frozen_heap`, `seldom`.
-Runs:  in the front-end process: during sweeps and harvests, and while vLLM holds the state of a
-       request with a spec. In EngineCore, on the scheduler's thread: while a request has taps. If
-       such a state or a scheduler is freed, `seldom.end` runs on the thread that frees it.
+Runs:  in the front-end process: during sweeps and harvests, and while an LLMEngine holds the state
+       of a request with a spec. In EngineCore, on the scheduler's thread: while a request has taps.
+       If such a state or a scheduler is freed, `seldom.end` runs on the thread that frees it.
 To:    engine.offline, frontend.sweep_runs, frontend.requests, core.scheduler.
 
 During a collection, no thread of the process runs Python code. Therefore a collection in EngineCore

@@ -66,10 +66,12 @@ class Hooks:
 
 
 class Processor:
+    offline = False
+
     def __init__(self) -> None:
         limits = Limits((16,), 0, 100, 100, 100, 100, False)
         connection = Counted(SITES, None, 1, 1.0, limits, {}, {})
-        connection.generation = inbox().generation
+        connection.generation, connection.offline = inbox().generation, self.offline
         connections.put(self, connection)
         self.request_states: dict[str, State] = {}
 
@@ -128,18 +130,20 @@ def test_completions_of_one_request_are_prepared_once_and_a_large_one_off_the_lo
         inbox().forget(one)
 
 
-def test_garbage_collections_are_rarer_until_vllm_frees_the_states_of_requests_with_a_spec(
-    monkeypatch,
+@pytest.mark.parametrize("offline", [True, False])
+def test_collections_are_rarer_until_an_llm_engine_frees_the_states_of_requests_with_a_spec(
+    offline, monkeypatch
 ):
     monkeypatch.setattr(frontend, "seldom", seldom := heap._Seldom())
+    monkeypatch.setattr(Processor, "offline", offline)
     engine, _ = _add(scope(Read("resid_post"))["scope"], [1, 2, 3])
     states = engine.output_processor.request_states
-    assert seldom._num == NUM_CHILDREN
+    assert seldom._num == (NUM_CHILDREN if offline else 0)
     for state in states.values():
         inbox().forget(runs.of(state).pending)
     del state
     states.popitem()
-    assert seldom._num == NUM_CHILDREN - 1
+    assert seldom._num == (NUM_CHILDREN - 1 if offline else 0)
     states.clear()
     assert seldom._num == 0
 

@@ -80,6 +80,7 @@ class Connection:
         lenses: maps the name of each configured lens to the places at which it can be applied.
         num_doubts: the number of times that the names of steering modules have possibly changed.
         num_asked: the value of `num_doubts` when the engine was last asked for `modules`.
+        offline: True if the engine is an LLMEngine, as in a vllm.LLM.
     """
 
     sites: Sites
@@ -99,6 +100,7 @@ class Connection:
     no_lens: Mapping[int, str] = field(default_factory=dict)
     lenses: Mapping[str, frozenset[Place]] = field(default_factory=dict)
     lens_rows: int = 0
+    offline: bool = False
 
     def __post_init__(self) -> None:
         self._meanings = Meanings(self.sites)
@@ -288,7 +290,7 @@ def _may_listen(engine: Engine, replies: list[Connected]) -> bool:
     return True
 
 
-def _connect(engine: Engine, replies: list[Connected], generation: int) -> None:
+def _connect(engine: Engine, replies: list[Connected], generation: int, *, offline: bool) -> None:
     config = config_of(engine.vllm_config)
     assert config is not None
     inbox().on_counters = count_sinks
@@ -302,7 +304,7 @@ def _connect(engine: Engine, replies: list[Connected], generation: int) -> None:
         )
         known.retry_at = time.monotonic() + RETRY_S
         return
-    found.generation = generation
+    found.generation, found.offline = generation, offline
     found.encodes, found.lens_rows = config.saes_mib > 0, config.lens_rows
     if known is not None:  # connected again
         found.policies, found.saes = known.policies, known.saes
@@ -331,7 +333,7 @@ def connect_sync(engine: LLMEngine) -> None:
     replies = engine.collective_rpc("scope_connect", args=(_address(),))
     if _may_listen(engine, replies):
         replies = engine.collective_rpc("scope_connect", args=(_address(),))
-    _connect(engine, replies, generation)
+    _connect(engine, replies, generation, offline=True)
 
 
 async def connect_async(engine: AsyncLLM) -> None:
@@ -349,7 +351,7 @@ async def _connect_async(engine: AsyncLLM) -> None:
     replies = await _ask_all(engine)
     if _may_listen(engine, replies):
         replies = await _ask_all(engine)
-    _connect(engine, replies, generation)
+    _connect(engine, replies, generation, offline=False)
 
 
 async def _ask_all(engine: AsyncLLM) -> list[Connected]:

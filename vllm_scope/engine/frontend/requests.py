@@ -263,7 +263,10 @@ def _add_to_processor(
     original(self, request, *rest, **kwargs)
     state = self.request_states[request.request_id]
     runs.put(state, Running(pending, decorators, state.detokenizer, text))
-    seldom.begin_for(state)  # vLLM frees the state when the request ends
+    # A server's heap is frozen, so that its full collections are short, and a server always has
+    # requests: its garbage must not wait. vLLM frees the state when the request ends.
+    if connection.offline:
+        seldom.begin_for(state)
 
 
 def _applying(engine: Engine, params: SamplingParams) -> translators.Applying:
