@@ -70,7 +70,7 @@ class _Context(contexts.ForkServerContext):
 
 
 def use() -> None:
-    """From now on, fork processes from the origin that would be spawned otherwise. The origin
+    """From now on, the processes that vLLM would spawn are forked from the origin. The origin
     starts together with the first such process."""
     contexts._concrete_contexts["spawn"] = _Context()  # type: ignore[attr-defined]
     forkserver.set_forkserver_preload(["tests.warm_origin"])

@@ -131,7 +131,7 @@ class ScoreIndex:
             num_tokens: the number of the request's known tokens. A step adds at most `step_tokens`.
         """
         one = self._running[request_id]
-        full = (one.told + 1) * self.block_size
+        full = self._next_full(one)
         if one.frozen is None or one.frozen >= full:
             steps = (full - num_tokens) // self._step_tokens
             steps = steps + one.turn if steps > 0 else 1
@@ -139,11 +139,7 @@ class ScoreIndex:
 
     def _look_at(self, request_id: str, one: _Request, step: int) -> None:
         one.due_at = step
-        due = self._due.get(step)
-        if due is None:
-            self._due[step] = [request_id]
-        else:
-            due.append(request_id)
+        self._due.setdefault(step, []).append(request_id)
 
     def num_known(self, hashes: Sequence[bytes], probes: bytes) -> int:
         """The number of blocks before the first block whose scores the workers do not store. Marks
@@ -161,7 +157,11 @@ class ScoreIndex:
 
     def may_fill(self, request_id: str, num_tokens: int) -> bool:
         """True if `fill` can find a new full block after `num_tokens` tokens are computed."""
-        return num_tokens >= (self._running[request_id].told + 1) * self.block_size
+        return num_tokens >= self._next_full(self._running[request_id])
+
+    def _next_full(self, one: _Request) -> int:
+        """The number of tokens at which the request's next block is full."""
+        return (one.told + 1) * self.block_size
 
     def fill(
         self, request_id: str, hashes: Sequence[bytes], num_tokens: int, probes: bytes,
@@ -191,8 +191,7 @@ class ScoreIndex:
         found = list(hashes[first:stop])
         for block_hash in reversed(found):  # in reverse order, as in `num_known`
             gone = self._known.put((block_hash, probes), True, size)
-            if gone:
-                self._forgotten += [key for key, _ in gone]
+            self._forgotten += [key for key, _ in gone]
         return first, found
 
     def freeze(self, request_id: str, num_tokens: int) -> None:

@@ -37,8 +37,8 @@ _MORE = 10_000
 
 
 class _Seldom:
-    """Makes garbage collections rarer from the first `begin` to the last `end`. At the first
-    collection after the last `end`, the earlier thresholds are set again. If other code sets the
+    """Makes garbage collections rarer from the first `begin` to the last `end`. The first
+    collection after the last `end` sets the earlier thresholds again. If other code sets the
     collector's thresholds in between, these thresholds stay as they are. A `with` block calls
     `begin` and `end`."""
 
@@ -65,7 +65,7 @@ class _Seldom:
             self._change(_FIRST)
 
     def begin_for(self, owner: object) -> None:
-        """Call `begin` now, and `end` when the owner is freed."""
+        """Call `begin` now. When Python frees the owner, call `end`."""
         self.begin()
         weakref.finalize(owner, self.end).atexit = False
 

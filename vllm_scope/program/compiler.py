@@ -524,7 +524,7 @@ class RequestProgram:
         return found
 
     def _of_phase(self, generated: bool) -> Program | None:
-        """The program that all generated tokens get if `generated` is True; otherwise, the program
+        """If `generated` is True, the program that all generated tokens get; otherwise the program
         that all prompt tokens get. Call this method only if all picks are uniform."""
         known, key = self._compiled.of_phase, (generated, self.begun)
         if key not in known:

@@ -22,7 +22,7 @@ SERVED = SimpleNamespace(additional_config={"scope": {}}, parallel_config=None)
 
 
 def create(body, xargs=None, path="/v1/completions"):
-    """What comes of a request with fields that vLLM does not know."""
+    """The result of a request with fields that vLLM does not know."""
     request = SimpleNamespace(model_extra=body, vllm_xargs=xargs)
 
     async def original(self, request, raw_request):
@@ -63,7 +63,7 @@ def test_unknown_fields_of_a_body_pass(body):
 
 
 def search(place):
-    """What comes of a beam search of vLLM's server."""
+    """The result of a beam search of vLLM's server."""
     serving = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=SERVED))
     token = current.set(place)
     try:

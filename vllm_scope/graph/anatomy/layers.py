@@ -111,7 +111,7 @@ def supposed_anatomies(
         unread: the reason why the source is not understood.
 
     Raises:
-        CompatError: the model has no list of layers, or several lists that can be the layers. Or
+        CompatError: the model has no list of layers, or several lists that can be the layers; or
             the module that contains the layers does not have exactly one norm; or this worker does
             not have that norm.
     """
