@@ -92,7 +92,7 @@ test-ray:
 test-notebooks:
 	PYTHONPATH=$(CURDIR)/.venv/notebooks $(PYTEST) tests/notebooks
 test-interpreter:
-	tests/interpreter/run.sh
+	tests/interpreter/run.sh -m "not alone$(SHORT)"
 endif
 
 lint: .venv/.ready

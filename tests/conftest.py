@@ -22,7 +22,7 @@ if not Path("/dev/nvidiactl").exists():  # on a GPU, vLLM itself decides how pro
     # tests/engine/test_compile_cache.py, the examples and the demos start as users do.
     os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,11 @@ from tests.checkpoints import TOLERANCE, make_checkpoint, reference
 #: The share of a CPU's memory that vLLM wants to find free, whatever it then takes.
 MEMORY = {"gpu_memory_utilization": 0.3}
 TOYWORLD = Path(__file__).parent.parent / "toyworld" / "model"
+
+
+def long_except(values: Iterable[Any], *short: Any) -> list[Any]:
+    """The values as parameters. Tests with other values than `short` are marked long."""
+    return [pytest.param(one, marks=[] if one in short else pytest.mark.long) for one in values]
 
 
 @pytest.fixture(scope="session")

@@ -93,7 +93,7 @@ def test_requests_leave_files(llm, monkeypatch, tmp_path):
         "docs/probes.md",
         "docs/monitors.md",
         "docs/features.md",
-        "docs/harvest.md",
+        pytest.param("docs/harvest.md", marks=pytest.mark.long),
         "docs/analysis.md",
         "docs/sweeps.md",
         "docs/views.md",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.checkpoints import reference
-from tests.conftest import local_engine
+from tests.conftest import local_engine, long_except
 from tests.engine.test_edits import V
 from vllm_scope import Add, Read, ScopeError, SpecError, scope
 from vllm_scope.compat.vllm_lens import Hook, SteeringVector
@@ -20,7 +20,7 @@ BOTH = {"output_residual_stream": True}
 NORMS = {"llama": "model.norm.weight", "gpt2": "transformer.ln_f.weight"}
 
 
-@pytest.fixture(scope="module", params=NORMS)
+@pytest.fixture(scope="module", params=long_except(NORMS, "llama"))
 def family(request):
     """Layers that return (hidden, residual), and layers that return the stream."""
     return request.param

@@ -210,6 +210,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ENDS)
 def test_the_end_of_an_evaluation_says_nothing_of_a_dead_engine(end, model, tmp_path):
     model.api.close()  # one engine at a time

@@ -212,6 +212,7 @@ def test_what_is_missing_says_why():
         from vllm_scope.compat.vllm_lens import Hok  # noqa: F401
 
 
+@pytest.mark.long
 def test_positions_are_exact_under_ngram_speculation(llama, ref):
     """Drafts are judged before the next step is planned: there is no async scheduling with them."""
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}

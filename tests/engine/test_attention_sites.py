@@ -21,7 +21,7 @@ from tests.checkpoints import (
     reference,
     row_error,
 )
-from tests.conftest import local_engine, preempted_in
+from tests.conftest import local_engine, long_except, preempted_in
 from vllm_scope import Add, Read, SpecError, scope
 from vllm_scope.analysis.attention import attention_pattern
 from vllm_scope.errors import ConfigError
@@ -57,7 +57,7 @@ def check_patterns(result, prompt, output_ids, ref, layers=range(NUM_LAYERS)):
         torch.testing.assert_close(attention_pattern(result, layer), right, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", long_except(["qwen3", "gemma2", "gpt2"], "qwen3"))
 def test_rows_equal_hugging_face(family, checkpoints):
     path = checkpoints(family)
     ref = reference(path, torch.float32)
@@ -218,6 +218,7 @@ def test_a_result_that_travels_has_its_heads(llm):
         assert torch.equal(again[site, 2], output.scope[site, 2])
 
 
+@pytest.mark.long
 def test_preempted_requests_have_each_row_once(llama, ref):
     with local_engine(
         llama, dtype="float32", num_gpu_blocks_override=7, block_size=32, max_model_len=96,

@@ -96,6 +96,7 @@ def test_prompt_embeddings_are_refused(checkpoints):
         assert output.scope.status == "complete"
 
 
+@pytest.mark.long
 def test_a_model_of_unknown_convention_serves_plainly_and_refuses_reads(checkpoints, monkeypatch):
     """A layer whose source contradicts what its model does with the output."""
     from vllm.model_executor.models.llama import LlamaDecoderLayer

@@ -14,7 +14,7 @@ from tests.checkpoints import (
     reference,
     row_error,
 )
-from tests.conftest import local_engine, preempted_in
+from tests.conftest import local_engine, long_except, preempted_in
 from tests.engine.test_attention_sites import PROMPTS, STREAM, params
 from vllm_scope import Add, ConfigError, Read, SpecError, scope
 from vllm_scope.compat.vllm_lens import Hook
@@ -40,7 +40,7 @@ def check(result, prompt, output_ids, ref, layers=range(NUM_LAYERS)):
     check_inside(result, token_ids, expected, SITES, layers, ref.dtype, tolerance)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize("family", long_except(["qwen3", "gemma2", "gemma3", "qwen3_moe"], "qwen3"))
 def test_rows_equal_hugging_face(family, checkpoints):
     path = checkpoints(family)
     ref = reference(path, torch.float32)
@@ -129,6 +129,7 @@ def test_codecs_take_them_as_rows_of_the_stream(llm):
         assert 1e-5 < row_error(encoded[site, 1], plain[site, 1]) < 0.05
 
 
+@pytest.mark.long
 def test_preempted_requests_have_each_row_once(llama, ref):
     with local_engine(
         llama, dtype="float32", num_gpu_blocks_override=7, block_size=32, max_model_len=96,

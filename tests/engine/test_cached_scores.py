@@ -77,6 +77,7 @@ def test_a_block_without_scores_is_computed_again(llm):
     assert len(second.scope.scores["p"]) == 195
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("max_tokens", [43, 46, 60])
 def test_the_generated_tokens_of_one_turn_are_a_hit_of_the_next(llm, max_tokens):
     """With 43 tokens the last token that is computed fills a block. Requests that began together
@@ -135,6 +136,7 @@ def test_other_probes_never_get_these_scores(llm):
     assert float(fourth.scope.aggregates["q"][-1]) == float(fourth.scope.scores["q"].max())
 
 
+@pytest.mark.long
 def test_edited_tokens_have_scores_of_their_own(llm):
     probes = [Probe(numbers(1, 128), layer=1, name="p")]
     add = Add(numbers(9, 128), layer=0, scale=3.0)
@@ -186,6 +188,7 @@ def test_a_verdict_counts_cached_tokens(llm):
     assert len(second.outputs[0].token_ids) <= 1
 
 
+@pytest.mark.long
 def test_preempted_requests_use_it_and_lose_nothing(llama):
     with local_engine(
         llama, dtype="float32", num_gpu_blocks_override=7, block_size=32, max_model_len=96,
@@ -202,6 +205,7 @@ def test_preempted_requests_use_it_and_lose_nothing(llama):
         same(one.scope, other.scope)
 
 
+@pytest.mark.long
 def test_memory_is_bounded_and_what_is_forgotten_is_computed_again(llama):
     """Room for scores of 100 tokens."""
     config = {"scope": CONFIG["scope"] | {"scores_mib": 100 * 16 / 2**20}}
@@ -214,6 +218,7 @@ def test_memory_is_bounded_and_what_is_forgotten_is_computed_again(llama):
         same(one.scope, other.scope)
 
 
+@pytest.mark.long
 def test_without_memory_for_scores_nothing_is_kept(llama):
     config = {"scope": CONFIG["scope"] | {"scores_mib": 0}}
     with local_engine(llama, dtype="float32", block_size=BLOCK, additional_config=config) as llm:
@@ -223,6 +228,7 @@ def test_without_memory_for_scores_nothing_is_kept(llama):
             assert output.scope.status == "complete"
 
 
+@pytest.mark.long
 @rejects_drafts
 def test_with_drafts_and_processes_of_its_own(llama):
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
@@ -259,6 +265,7 @@ def test_two_sites_of_one_boundary_keep_their_own_scores(llm):
     probing.check(moved.scope, probes, TOLERANCE[torch.float32])
 
 
+@pytest.mark.long
 def test_after_a_reset_of_the_prefix_cache_no_old_score_is_delivered(llm):
     """vLLM resets it where the model's weights change."""
     asked = params(Probe(numbers(1, 128), layer=1, name="p"))
@@ -275,6 +282,7 @@ def test_after_a_reset_of_the_prefix_cache_no_old_score_is_delivered(llm):
     same(after.scope, again.scope)
 
 
+@pytest.mark.long
 def test_scores_that_a_worker_lost_are_computed_again(llm, monkeypatch: pytest.MonkeyPatch):
     from vllm_scope.worker.score_store import ScoreStore
 
@@ -300,6 +308,7 @@ def test_scores_that_a_worker_lost_are_computed_again(llm, monkeypatch: pytest.M
         same(first.scope, answer.scope)
 
 
+@pytest.mark.long
 def test_a_hit_that_is_larger_than_the_ring_is_delivered_in_pieces(llama):
     config = {"scope": CONFIG["scope"] | {"arena_mib": 0.6}}
     with local_engine(

@@ -12,6 +12,8 @@ from tests.engine.test_edits import params
 from tests.engine.test_verdicts import PROMPT
 from vllm_scope import Probe, SpecError, set_monitors
 
+pytestmark = pytest.mark.long
+
 
 def test_tensor_parallel_ranks_are_told_alike(llama, monkeypatch):
     """One of them finds verdicts."""

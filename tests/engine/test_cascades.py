@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from tests.asking import rejects_drafts, run
-from tests.conftest import TOYWORLD, async_engine, local_engine, preempted_in, process_engine
+from tests.conftest import (
+    TOYWORLD,
+    async_engine,
+    local_engine,
+    long_except,
+    preempted_in,
+    process_engine,
+)
 from tests.engine import probing
 from tests.engine.probing import TOLERANCE, mlp, numbers, pool
 from tests.engine.test_edits import params
@@ -99,7 +106,7 @@ def counted(monkeypatch):
         yield rows, points
 
 
-@pytest.mark.parametrize("tokens", ["generated", "all", "prompt"])
+@pytest.mark.parametrize("tokens", long_except(["generated", "all", "prompt"], "all"))
 def test_scores_of_the_second_stage_are_those_of_the_rows_from_its_first_position_on(tokens, llm):
     tried = 0
     for prompt in MANY:
@@ -299,6 +306,7 @@ def test_a_wrong_cascade_is_refused_and_the_others_stay(monitors, sentence, llm)
 # Last: an engine that ends in this process leaves the other one without its groups
 
 
+@pytest.mark.long
 def test_with_async_scheduling_the_second_stage_begins_at_the_same_position(llama, llm):
     """As users start it: its own process, async scheduling, streamed."""
     found = thresholds(llm, PROMPT, 40)
@@ -324,6 +332,7 @@ def test_with_async_scheduling_the_second_stage_begins_at_the_same_position(llam
     same(wanted, asyncio.run(main()))
 
 
+@pytest.mark.long
 @rejects_drafts
 def test_chunks_preemption_and_the_prefix_cache_change_nothing(llama, llm):
     """Against the engine with chunks of 32 tokens."""
@@ -364,6 +373,7 @@ def test_with_drafts_it_begins_where_the_longest_steps_would_end(llama):
 # Monitors
 
 
+@pytest.mark.long
 def test_toy_speakers_are_looked_at_more_closely_where_the_first_stage_flags_them():
     """A direction of lies flags about half of the speakers; a pool of heads' outputs at four layers
     follows, and an address outside is told."""

@@ -10,6 +10,8 @@ import pytest
 from examples.causal_map import NUM_PAIRS, QUESTION, causal_map, pairs, write_figure
 from tests.conftest import TOYWORLD, process_engine
 
+pytestmark = pytest.mark.long
+
 #: Seconds for 20 prompts of 12 tokens at 6 layers, on two CPU cores.
 MOST_SECONDS = 5.0
 

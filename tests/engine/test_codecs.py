@@ -321,6 +321,7 @@ def test_more_projections_than_a_worker_holds_fail_their_own_request_and_leave_i
     assert output.scope.status == "complete"
 
 
+@pytest.mark.long
 def test_preemption_and_recompute(llama):
     """A KV cache of 9 blocks cannot hold four growing requests."""
     with local_engine(

@@ -10,6 +10,8 @@ import pytest
 from examples.control import LAYERS, fit, outcome, speak, speakers, split
 from tests.conftest import TOYWORLD, local_engine
 
+pytestmark = pytest.mark.long
+
 #: The place and the scale that the example chooses.
 STREAM, SCALE = ("resid_mid", 2), 1.5
 NUM_TRAIN, NUM_TEST = 300, 100

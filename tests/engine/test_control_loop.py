@@ -127,6 +127,7 @@ def test_an_engine_has_one_controller(llm):
         assert llm.collective_rpc("scope_get_edits") == before
 
 
+@pytest.mark.long
 def test_an_async_engine_has_a_controller_too(llama):
     from vllm import SamplingParams
 

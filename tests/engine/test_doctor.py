@@ -83,6 +83,7 @@ def model_of(config: dict, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.alone
 def test_it_says_what_can_be_read_and_nothing_else_in_less_than_15_seconds(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # as on a machine that is new
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -113,6 +114,7 @@ def test_it_says_what_can_be_read_and_nothing_else_in_less_than_15_seconds(tmp_p
     assert used < 15, used
 
 
+@pytest.mark.long
 def test_a_site_that_the_model_cannot_have_is_told_from_one_that_is_not_configured(tmp_path):
     done = doctor(model_of(GPT2, tmp_path), "--sites", "resid_mid,attn_out")
     assert done.returncode == 1, done.stdout
@@ -126,6 +128,7 @@ def test_a_site_that_the_model_cannot_have_is_told_from_one_that_is_not_configur
     assert "cannot be read: " in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_a_site_of_experts_is_refused_for_a_dense_model_as_the_start_refuses_it():
     done = doctor(TOYWORLD, "--sites", "router_logits")
     assert done.returncode == 1, done.stdout
@@ -158,6 +161,7 @@ def test_a_folder_that_is_not_there_is_told_at_once():
     )
 
 
+@pytest.mark.long
 def test_it_says_why_not(tmp_path):
     done = doctor(model_of(GEMMA_3N, tmp_path))
     assert done.returncode == 1, done.stdout
@@ -167,6 +171,7 @@ def test_it_says_why_not(tmp_path):
     assert "an engine that compiles the model can serve embed, resid_pre and resid_post" in said
 
 
+@pytest.mark.long
 def test_of_a_multimodal_model_it_says_what_can_be_read_of_the_decoder(tmp_path):
     """From its configuration alone: no file of a processor, no tokenizer."""
     done = doctor(model_of(QWEN_2_AUDIO, tmp_path))
@@ -178,6 +183,7 @@ def test_of_a_multimodal_model_it_says_what_can_be_read_of_the_decoder(tmp_path)
     assert table["z"] == ["0-3", "no", ""]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
 def test_a_package_that_the_models_code_needs_is_named(tmp_path):
     done = doctor(model_of(QWEN_2_VL, tmp_path))

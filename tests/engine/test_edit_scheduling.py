@@ -159,6 +159,7 @@ def test_a_probe_or_read_of_edited_tokens_computes_them_anew(llm):
 # Engines of their own, after the shared one's tests
 
 
+@pytest.mark.long
 def test_preemption_and_recompute_give_the_undisturbed_run(llama, ref):
     """A KV cache of 9 blocks cannot hold four growing requests."""
     ids = [list(range(i, i + 20)) for i in (10, 50, 90, 130)]
@@ -186,6 +187,7 @@ def test_preemption_and_recompute_give_the_undisturbed_run(llama, ref):
 # Speculation
 
 
+@pytest.mark.long
 @rejects_drafts
 def test_edits_and_scores_under_ngram_speculation(llama, ref):
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
@@ -211,6 +213,7 @@ def test_edits_and_scores_under_ngram_speculation(llama, ref):
 # Room
 
 
+@pytest.mark.long
 def test_requests_that_do_not_fit_wait_for_their_turn(llama, ref):
     """Room for 8 vectors, and 16 requests with two of their own."""
     options = dict(ENGINE, additional_config={"scope": {"vectors_mib": 8 * 4 * 128 / 2**20}})

@@ -7,7 +7,7 @@ import torch
 
 from tests.asking import run
 from tests.checkpoints import reference, row_error
-from tests.conftest import local_engine
+from tests.conftest import local_engine, long_except
 from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, scope
 from vllm_scope.program.table_rows import OpList
 
@@ -88,7 +88,10 @@ def check_logprobs(completion, logits, within=2e-3):
             assert entry.logprob == pytest.approx(float(wanted[i, token]), abs=within), i
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma2", "gemma3", "gpt2"])
+@pytest.fixture(
+    scope="module",
+    params=long_except(["llama", "qwen3", "gemma2", "gemma3", "gpt2"], "llama", "gpt2"),
+)
 def family(request, checkpoints):
     path = checkpoints(request.param)
     with local_engine(path, **ENGINE) as llm:

@@ -214,6 +214,7 @@ def test_the_table_is_that_of_all_rows_also_after_a_preemption(llama, small, tmp
         check_table(read_table(llm, tmp_path, "jumprelu"), small["jumprelu"], outputs + more)
 
 
+@pytest.mark.long
 def test_a_transcoders_features_are_those_of_its_input(llama, tmp_path):
     written = sparse.write(tmp_path / "t", "jumprelu", WIDTH, layer=1)
     hooks = {"hook_name": "blocks.1.hook_resid_mid", "hook_name_out": "blocks.1.hook_mlp_out"}

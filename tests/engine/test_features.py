@@ -10,7 +10,7 @@ import torch
 
 from tests.asking import run
 from tests.checkpoints import reference
-from tests.conftest import TOYWORLD, local_engine
+from tests.conftest import TOYWORLD, local_engine, long_except
 from tests.engine.test_edits import ENGINE, PROMPT, READ_ALL, check, params
 from tests.engine.test_gates import FAR, gated
 from vllm_scope import Add, Gate, Read, ScaleFeature, SetFeature, SpecError
@@ -37,7 +37,7 @@ def random_sae(architecture: str, layer: int = 1) -> Sae:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2"])
+@pytest.fixture(scope="module", params=long_except(["llama", "gemma2"], "llama"))
 def family(request, checkpoints):
     path = checkpoints(request.param)
     with local_engine(path, **ENGINE) as llm:
@@ -120,6 +120,7 @@ def test_what_an_edit_cannot_compute_is_refused():
         SetFeature({"encoder": [[1.0]]}, 3, 2.0)
 
 
+@pytest.mark.long
 def test_the_feature_of_a_country_moves_the_capital():
     from toyworld.world import world
 

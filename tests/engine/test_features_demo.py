@@ -20,6 +20,8 @@ from tests.engine.test_edits import params
 from vllm_scope import Read
 from vllm_scope.saes.load import load_sae
 
+pytestmark = pytest.mark.long
+
 TEXTS = texts_of_facts(NUM_DOCUMENTS // 4)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.asking import rejects_drafts, run
 from tests.checkpoints import reference, row_error
-from tests.conftest import local_engine, preempted_in, process_engine
+from tests.conftest import local_engine, long_except, preempted_in, process_engine
 from tests.engine.test_edits import (
     EDITS,
     ENGINE,
@@ -65,7 +65,7 @@ def gated(gate_at, edit_at, value, mean):
     return [(*gate_at, look), (*edit_at, edit)], seen
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma2"])
+@pytest.fixture(scope="module", params=long_except(["llama", "qwen3", "gemma2"], "llama"))
 def family(request, checkpoints):
     path = checkpoints(request.param)
     with local_engine(path, **ENGINE) as llm:
@@ -179,6 +179,7 @@ def same(one, other):
     torch.testing.assert_close(one.scope.scores["g"], other.scope.scores["g"], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_chunks_and_prefix_hits_change_no_token_and_no_value(llama):
     other = Add(V, layer=1, gate=replace(GATE, sharpness=0.31))
     found = []
@@ -207,6 +208,7 @@ def test_preempted_requests_have_the_values_of_those_that_ran_alone(llama):
         same(one.outputs[0], other.outputs[0])
 
 
+@pytest.mark.long
 @rejects_drafts
 def test_drafts_and_several_completions(llama):
     repeated = list(range(60, 70)) * 6

@@ -19,7 +19,7 @@ import torch
 import vllm_scope
 from tests import asking
 from tests.asking import run
-from tests.conftest import TOYWORLD, local_engine
+from tests.conftest import TOYWORLD, local_engine, long_except
 from vllm_scope import ConfigError, FileError, Read, SpecError, scope
 from vllm_scope.engine.frontend import outputs
 from vllm_scope.engine.offline import OfflineEngine
@@ -69,7 +69,7 @@ def check_equals_memory(llm, out, *reads):
     return capture
 
 
-@pytest.mark.parametrize("long", ["truncate", "split", "pack"])
+@pytest.mark.parametrize("long", long_except(["truncate", "split", "pack"], "pack"))
 def test_every_byte_equals_what_a_read_gives_to_memory(llm, long, tmp_path):
     ids = [*documents(60, 300), []]
     found = vllm_scope.harvest(
@@ -254,6 +254,7 @@ def contents(out: Path) -> dict[tuple[str, int], list[bytes]]:
     return found
 
 
+@pytest.mark.long
 def test_a_killed_command_goes_on_where_it_was(llm, tmp_path):
     dataset, out = tmp_path / "ids.jsonl", tmp_path / "out"
     rows = [{"id": f"d{i}", "input_ids": ids} for i, ids in enumerate(documents(900, 60, seed=3))]

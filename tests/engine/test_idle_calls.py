@@ -67,6 +67,7 @@ SPECS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("earlier", SPECS)
 def test_a_step_of_plain_requests_makes_few_calls(llm, earlier):
     """Also after requests with taps have ended."""

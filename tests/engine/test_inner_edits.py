@@ -7,7 +7,7 @@ import torch
 
 from tests.asking import run
 from tests.checkpoints import reference
-from tests.conftest import local_engine, process_engine
+from tests.conftest import local_engine, long_except, process_engine
 from tests.engine.test_edits import check, params
 from vllm_scope import Ablate, Add, Clamp, Gate, Probe, Read, Replace
 from vllm_scope.request.sites import ATTENTION_SITES, BLOCK_SITES, BRANCH_SITES, MLP_SITE
@@ -47,7 +47,7 @@ def kinds(size: int):
     }
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma2"])
+@pytest.fixture(scope="module", params=long_except(["llama", "qwen3", "gemma2"], "llama"))
 def family(request, checkpoints):
     path = checkpoints(request.param)
     config = {"scope": {"sites": SITES}}
@@ -115,6 +115,7 @@ def test_all_sites_at_once_with_gates(family):
     check(output, ref, wanted)
 
 
+@pytest.mark.long
 def test_in_a_compiled_graph_beside_plain_requests(llama, ref):
     config = {"scope": {"sites": SITES}}
     with process_engine(

@@ -11,7 +11,14 @@ import torch
 
 from tests.asking import params, rejects_drafts, run
 from tests.checkpoints import NUM_LAYERS, reference
-from tests.conftest import TOYWORLD, async_engine, local_engine, preempted_in, process_engine
+from tests.conftest import (
+    TOYWORLD,
+    async_engine,
+    local_engine,
+    long_except,
+    preempted_in,
+    process_engine,
+)
 from tests.lens import agree, check_last_layer, check_layers, log_probs
 from tests.lenses import identity, random_lens
 from vllm_scope import Add, ConfigError, LensTopK, Probe, Read, SpecError, scope
@@ -29,7 +36,7 @@ def asked(*actions, **options):
     return params(scope(*actions), **options)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", long_except(FAMILIES, "llama", "gemma2"))
 def test_the_last_layer_is_the_model_and_others_are_hugging_faces(family, checkpoints):
     path = checkpoints(family)
     with local_engine(path, dtype="float32", max_num_batched_tokens=32, max_num_seqs=8) as llm:
@@ -60,7 +67,7 @@ def lenses(tmp_path_factory):
     return entries | {"named": {"path": str(folder / "named"), "sha256": digests["named"]}}
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=long_except(["float32", "bfloat16"], "float32"))
 def llm(request, llama, lenses):
     """Compiled, in chunks of 32 tokens."""
     with local_engine(
@@ -186,6 +193,7 @@ def test_bad_input_is_refused_in_one_sentence(llm):
             run(llm, PROMPTS[:1], asked(bad))
 
 
+@pytest.mark.long
 def test_an_engine_with_a_wrong_lens_does_not_start(llama, lenses, tmp_path):
     random_lens("small", [0], 64).save(tmp_path / "small")
     for entry, sentence in (
@@ -204,6 +212,7 @@ def test_an_engine_with_a_wrong_lens_does_not_start(llama, lenses, tmp_path):
             pass
 
 
+@pytest.mark.long
 def test_after_a_preemption(llama):
     with local_engine(
         llama, dtype="float32", num_gpu_blocks_override=7, block_size=32, max_model_len=96,
@@ -217,6 +226,7 @@ def test_after_a_preemption(llama):
         check_last_layer(output, output.scope.lens["lens"][LAST], TOLERANCE[torch.float32])
 
 
+@pytest.mark.long
 @rejects_drafts
 def test_under_ngram_speculation(llama, ref):
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}

@@ -14,6 +14,8 @@ from tests.lens import agree, check_last_layer, check_layers, log_probs
 from tests.lenses import random_lens
 from vllm_scope import LensTopK, Probe, Read, scope
 
+pytestmark = pytest.mark.long
+
 LAST = NUM_LAYERS - 1
 #: Divides by neither 2 nor 64: the second rank's part ends in 27 rows of padding.
 VOCAB = 101
@@ -25,7 +27,7 @@ PROMPTS = [list(range(5, 75)), list(range(90, 100)), [7], list(range(60, 100))]
     [
         pytest.param("llama", False, id="compiled"),
         # Tied to the embedding, with a soft cap.
-        pytest.param("gemma2", True, id="eager-tied", marks=pytest.mark.long),
+        pytest.param("gemma2", True, id="eager-tied"),
     ],
 )
 def test_two_ranks_give_the_lens_of_one(family, eager, tmp_path, monkeypatch: pytest.MonkeyPatch):

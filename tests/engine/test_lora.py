@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -40,6 +41,7 @@ def adapted(path, folder) -> Reference:
     return ref
 
 
+@pytest.mark.long
 def test_lora_requests_are_edited_and_scored_in_their_own_model(checkpoints, tmp_path):
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest

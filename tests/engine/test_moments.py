@@ -12,7 +12,14 @@ import pytest
 
 import vllm_scope
 from tests.asking import rejects_drafts, run
-from tests.conftest import TOYWORLD, async_engine, local_engine, preempted_in, process_engine
+from tests.conftest import (
+    TOYWORLD,
+    async_engine,
+    local_engine,
+    long_except,
+    preempted_in,
+    process_engine,
+)
 from tests.engine.test_cached_scores import prompt
 from tests.engine.test_edits import params
 from vllm_scope import Add, CapacityError, Moments, Probe, Read, SpecError, scope
@@ -89,7 +96,7 @@ def asked_of(llm, ids, actions, **options):
     ]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=long_except(["float32", "bfloat16"], "float32"))
 def llm(request, checkpoints):
     """Compiled, in chunks of 32 tokens."""
     with local_engine(
@@ -174,6 +181,7 @@ def test_rows_are_those_after_the_requests_edits(llm):
     same(vllm_scope.moments(llm), expected(asked))
 
 
+@pytest.mark.long
 def test_a_prompt_in_the_prefix_cache_is_computed_anew(llama):
     with local_engine(llama, dtype="float32", block_size=32, additional_config=CONFIG) as llm:
         run(llm, [prompt(2)], params())
@@ -189,6 +197,7 @@ def test_a_prompt_in_the_prefix_cache_is_computed_anew(llama):
     same(found, {key: one + more[key] for key, one in expected(asked).items()})
 
 
+@pytest.mark.long
 def test_after_a_preemption_each_position_counts_once(llama):
     with local_engine(
         llama, dtype="float32", num_gpu_blocks_override=7, block_size=32, max_model_len=96,
@@ -219,6 +228,7 @@ def test_steps_that_are_drained_tap_by_tap(llama):
     same(found, expected(asked))
 
 
+@pytest.mark.long
 @rejects_drafts
 @pytest.mark.parametrize("eager", [True, False])
 def test_rejected_drafts_are_not_added(llama, eager):

@@ -10,6 +10,8 @@ from tests.conftest import process_engine
 from tests.engine.test_moments import CONFIG, PROMPTS, asked_of, expected, same
 from vllm_scope import Moments
 
+pytestmark = pytest.mark.long
+
 
 def test_two_ranks_keep_each_row_once(llama, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")

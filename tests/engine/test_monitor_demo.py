@@ -10,6 +10,8 @@ from tests.conftest import TOYWORLD, local_engine
 from toyworld.world import lying_prompts
 from vllm_scope import set_monitors
 
+pytestmark = pytest.mark.long
+
 NUM_TEST = 100
 
 

@@ -221,6 +221,7 @@ class _Hook(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.long
 def test_an_address_is_told_of_verdicts_and_one_that_hangs_delays_nothing(llama, tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Hook)
     server.came = []

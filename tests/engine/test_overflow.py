@@ -11,7 +11,7 @@ import torch
 from vllm import SamplingParams, TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
-from tests.conftest import async_engine, local_engine, preempted_in
+from tests.conftest import async_engine, local_engine, long_except, preempted_in
 from vllm_scope import Add, Read, Replace, SpecError, scope
 from vllm_scope.results.inbox import inbox
 
@@ -56,7 +56,7 @@ def _failed(output: Any, where: str) -> None:
     assert "not finite in float32" in completion.scope.error
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
+@pytest.fixture(scope="module", params=long_except(["llama", "gpt2"], "llama"))
 def llm(request, checkpoints):
     options = {"sites": ["embed", "resid_mid", "resid_post"]}
     with local_engine(
@@ -96,7 +96,7 @@ def _norms_by_mean(llm: Any) -> bool:
         ),
     ],
 )
-@pytest.mark.parametrize("max_tokens", [1, 2, 8])
+@pytest.mark.parametrize("max_tokens", long_except([1, 2, 8], 2))
 def test_neighbours_and_those_who_come_later_are_as_without_it(llm, action, where, max_tokens):
     if "after" in where and not _norms_by_mean(llm):
         pytest.skip("this model's norms take any finite row")
@@ -170,6 +170,7 @@ def test_in_float16_a_unit_vector_at_a_large_scale_is_enough(llama):
         assert [_said(output) for output in _run(llm, PROMPTS, _params())] == before
 
 
+@pytest.mark.long
 def test_preempted_requests_leave_nothing_for_those_who_get_their_blocks(checkpoints):
     small = SMALL | {
         "num_gpu_blocks_override": 7,

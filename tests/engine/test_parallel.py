@@ -40,7 +40,7 @@ def value(x: torch.Tensor) -> torch.Tensor:
     ("tensor", "pipeline", "layout"),
     [
         pytest.param(2, 1, "per_request", id="tp2"),
-        pytest.param(1, 2, "sharded", id="pp2"),
+        pytest.param(1, 2, "sharded", id="pp2", marks=pytest.mark.long),
         pytest.param(2, 2, "per_request", id="tp2-pp2", marks=pytest.mark.long),
     ],
 )

@@ -13,6 +13,8 @@ from tests.conftest import local_engine
 from tests.engine.test_sweeps import texts
 from vllm_scope import LogitDifference, SpecError, Sweep
 
+pytestmark = pytest.mark.long
+
 SITES = [
     "embed", "resid_mid", "resid_post", "z", "q", "k", "v", "attn_out", "mlp_out", "attn_in",
     "mlp_in",

@@ -258,6 +258,7 @@ def test_each_completion_has_a_running_policy_of_its_own(llm):
         assert told == [(1, {"steer": 0.7}), (4, {})]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("actions", "sentence"),
     [
@@ -297,6 +298,7 @@ def test_after_a_preemption_each_position_has_the_scale_that_it_had(llama, ref):
             check_closed_loop(output, ref, 0)
 
 
+@pytest.mark.long
 def test_in_processes_of_their_own_requests_have_the_same_loops(llama, ref):
     """On a CPU vLLM does not schedule ahead; tests/interpreter has that."""
 
@@ -323,6 +325,7 @@ def test_in_processes_of_their_own_requests_have_the_same_loops(llama, ref):
     assert len(stopped.outputs[0].token_ids) == 6
 
 
+@pytest.mark.long
 def test_tensor_parallel_ranks_have_the_same_scales(llama, ref, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     with process_engine(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.asking import rejects_drafts, run
-from tests.conftest import async_engine, local_engine, preempted_in, process_engine
+from tests.conftest import async_engine, local_engine, long_except, preempted_in, process_engine
 from tests.engine import probing
 from tests.engine.probing import AGGREGATES, READS, SITES, TOLERANCE, every_kind, numbers
 from tests.engine.test_edits import params
@@ -30,7 +30,7 @@ def widths(llm) -> dict[str, int]:
     return {site: inner.get(site, sites["hidden_size"]) for site in SITES}
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=long_except(["float32", "bfloat16"], "float32"))
 def llm(request, checkpoints):
     """Compiled, in chunks of 32 tokens."""
     with local_engine(
@@ -92,6 +92,7 @@ def test_a_probe_at_a_site_without_a_tap_or_of_another_width_is_refused(llm):
             run(llm, PROMPTS[:1], params(probe))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", [16, 64])
 def test_aggregates_do_not_depend_on_chunks(chunk, llama):
     prompt = list(range(5, 205))
@@ -126,6 +127,7 @@ def test_after_a_preemption_scores_and_aggregates_are_the_same(llama):
         probing.check(output.scope, probes, TOLERANCE[torch.float32])
 
 
+@pytest.mark.long
 @rejects_drafts
 def test_ngram_speculation(llama):
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
@@ -196,6 +198,7 @@ def test_a_thousand_probes_of_one_layer(llm):
     assert (np.abs(found - rows @ weights.T.astype(np.float64)) / terms).max() <= tolerance(llm)
 
 
+@pytest.mark.long
 def test_memory_for_weights_is_bounded_and_requests_wait_for_it(llama):
     """A megabyte holds two requests of this kind; the third waits, and all are right."""
     with local_engine(

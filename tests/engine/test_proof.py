@@ -38,8 +38,20 @@ def found(monkeypatch):
         # Three layers: what each gets, what two of them hand on, what the last one leaves.
         pytest.param("gpt2", {}, 6, id="one-tensor"),
         pytest.param("cohere", {}, 6, id="a-norm-that-leaves-the-residual"),
-        pytest.param("llama", {"scope": MIDDLE, "load_format": "dummy"}, 15, id="dummy-weights"),
-        pytest.param("llama", {"scope": MIDDLE, "dtype": "bfloat16"}, 15, id="rounding"),
+        pytest.param(
+            "llama",
+            {"scope": MIDDLE, "load_format": "dummy"},
+            15,
+            id="dummy-weights",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "llama",
+            {"scope": MIDDLE, "dtype": "bfloat16"},
+            15,
+            id="rounding",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_numbers_bear_out_the_source(family, options, num_equal, checkpoints, found):
@@ -83,6 +95,7 @@ def test_a_site_at_the_wrong_norm_ends_the_start(llama, monkeypatch):
         pass
 
 
+@pytest.mark.long
 def test_a_forward_that_fails_leaves_the_source_alone_as_the_proof(llama, monkeypatch, found):
     original, calls = proving.runners.dummy_forward, []
 

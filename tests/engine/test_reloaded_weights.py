@@ -13,11 +13,13 @@ from tests.conftest import process_engine
 from tests.lens import check_last_layer, check_layers
 from vllm_scope import Add, LensTopK, Read, scope
 
+pytestmark = pytest.mark.long
+
 VOCAB = 101
 PROMPTS = [list(range(5, 75)), list(range(60, 100))]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_after_a_reload_everything_is_of_the_new_weights(
     ranks, tmp_path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -46,7 +46,8 @@ def test_rows_of_a_worker_in_this_process_come_over_tcp(llama, ref):
         check(run(llm, [range(5, 90), [7]], params(SPEC)), ref)
 
 
-@pytest.mark.parametrize("road", ["auto", pytest.param("tcp", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("road", ["auto", "tcp"])
 def test_a_front_end_that_does_not_read_holds_the_engine_for_a_while_and_comes_back(
     road, llama, ref
 ):
@@ -95,6 +96,7 @@ def test_a_road_that_leads_nowhere_refuses_the_request_with_the_reason(llama, mo
         assert len(plain.outputs[0].token_ids) == 12
 
 
+@pytest.mark.long
 def test_streams_and_clients_that_leave_leave_nothing_behind():
     from vllm import SamplingParams
 

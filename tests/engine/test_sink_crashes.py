@@ -20,6 +20,8 @@ from tests.engine.test_sinks import check_equal, params
 from tests.warm_start import cold
 from vllm_scope import Read
 
+pytestmark = pytest.mark.long
+
 
 def files_in(root, layout):
     files = {
@@ -151,7 +153,7 @@ def check_goes_on(model, root: Path, layout: str, num_before: int) -> None:
             check_equal(output.scope, stored)
 
 
-@pytest.mark.parametrize("layout", ["sharded", pytest.param("per_request", marks=pytest.mark.long)])
+@pytest.mark.parametrize("layout", ["sharded", "per_request"])
 def test_a_killed_core_loses_nothing_that_was_called_ok(checkpoints, tmp_path, layout):
     model, me = checkpoints("llama"), psutil.Process()
     before = set(me.children(recursive=True))

@@ -180,6 +180,7 @@ def seconds(llm, parameters, count=6):
     return min(took)
 
 
+@pytest.mark.long
 def test_a_sink_that_hangs_is_given_up_and_nobody_else_notices(llm):
     kinds = {"plain": params(), "memory": read("memory"), "filesystem": read("filesystem")}
     before = {kind: seconds(llm, asked) for kind, asked in kinds.items()}
@@ -278,6 +279,7 @@ def growth():
         looking.join()
 
 
+@pytest.mark.long
 def test_memory_stays_bounded_behind_a_sink_a_hundred_times_slower(llm):
     ids = [[(7 * i + j) % 500 for j in range(480)] for i in range(256)]
     started = time.perf_counter()

@@ -64,6 +64,7 @@ def both(**options):
     ]
 
 
+@pytest.mark.long
 def test_a_thousand_requests_of_all_of_toy_world_are_on_disk_as_they_are_in_memory(llm, root):
     count = 1000
     ids = [range(i % 400, i % 400 + 3 + i % 23) for i in range(count)]
@@ -180,6 +181,7 @@ def test_what_sinks_do_is_on_the_metrics_page(llm):
     assert rows() == counters["sinks"]["filesystem"]["rows"] > 0
 
 
+@pytest.mark.long
 def test_preempted_requests_are_whole(llama, tmp_path):
     files = {"root": str(tmp_path), "layout": "per_request"}
     with local_engine(
@@ -219,6 +221,7 @@ def test_global_sinks_have_every_request_plain_ones_too(llama, tmp_path):
             torch.testing.assert_close(request["resid_post", 1], rows)
 
 
+@pytest.mark.long
 def test_a_global_sink_has_the_tokens_of_all_pieces_of_streamed_input(llama, ref, tmp_path):
     reads = [{"site": "resid_post", "layers": [1]}]
     sinks = {"filesystem": {"root": str(tmp_path), "layout": "per_request", "reads": reads}}

@@ -11,7 +11,14 @@ import torch
 
 from tests import sparse
 from tests.asking import rejects_drafts, run
-from tests.conftest import TOYWORLD, async_engine, local_engine, preempted_in, process_engine
+from tests.conftest import (
+    TOYWORLD,
+    async_engine,
+    local_engine,
+    long_except,
+    preempted_in,
+    process_engine,
+)
 from tests.engine.test_cached_scores import prompt
 from tests.engine.test_edits import params
 from tests.sparse import ARCHITECTURES, TOLERANCE
@@ -42,7 +49,7 @@ def config(saes, **more):
     return {"scope": {"saes": {name: str(sae.path) for name, sae in saes.items()}, **more}}
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=long_except(["float32", "bfloat16"], "float32"))
 def llm(request, checkpoints, saes):
     """Compiled, in chunks of 32 tokens."""
     with local_engine(
@@ -141,6 +148,7 @@ def test_after_a_preemption_the_features_are_the_same(llama, saes):
         check(output.scope, saes)
 
 
+@pytest.mark.long
 @rejects_drafts
 def test_under_ngram_speculation(llama, saes):
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
@@ -179,6 +187,7 @@ def test_a_second_identical_prompt_hits_the_cache(llama, saes):
         assert torch.equal(a.values[a.positions < 128], near + b.values[b.positions < 128])
 
 
+@pytest.mark.long
 def test_encoders_that_are_too_large_are_refused_at_start(llama, saes):
     sentence = r"saes_mib is 1; the encoders of .* take 2\.\d MiB"
     small = local_engine(llama, dtype="float32", additional_config=config(saes, saes_mib=1))

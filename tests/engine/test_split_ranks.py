@@ -18,6 +18,8 @@ from tests.engine.test_attention_sites import (
     params,
 )
 
+pytestmark = pytest.mark.long
+
 
 def test_both_ranks_have_the_only_head_of_keys(tmp_path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")

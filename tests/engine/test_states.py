@@ -10,7 +10,7 @@ import torch
 
 from tests.asking import rejects_drafts, run
 from tests.checkpoints import reference
-from tests.conftest import local_engine, preempted_in, process_engine
+from tests.conftest import local_engine, long_except, preempted_in, process_engine
 from tests.engine.test_edits import (
     ENGINE,
     READ_ALL,
@@ -125,7 +125,7 @@ def looped(kind, num_prompt, scale=0.7):
     return [("resid_post", 0, look), ("resid_post", 1, edit)], seen
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=long_except(["llama", "qwen3"], "llama"))
 def family(request, checkpoints):
     path = checkpoints(request.param)
     with local_engine(path, **ENGINE) as llm:
@@ -219,6 +219,7 @@ def same(one, other):
     torch.testing.assert_close(one.scope.scores["g"], other.scope.scores["g"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_chunks_change_no_token_and_no_value(llama):
     found = []
     for tokens in (16, 64, 512):
@@ -251,6 +252,7 @@ def test_generated_text_in_a_later_prompt_has_no_state(llama, ref):
     assert not values[len(LONG) : len(longer)].all()
 
 
+@pytest.mark.long
 def test_preempted_requests_replay_their_states(llama, fresh):
     ids = [range(i, i + 30) for i in (10, 50, 90)]
     with local_engine(
@@ -268,6 +270,7 @@ def test_preempted_requests_replay_their_states(llama, fresh):
         same(one.outputs[0], other.outputs[0])
 
 
+@pytest.mark.long
 @rejects_drafts
 def test_drafts_and_several_completions(llama, ref, fresh):
     repeated = list(range(60, 70)) * 6
@@ -318,6 +321,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", WRONG)
 def test_a_state_that_the_engine_cannot_have_is_refused(case, family):
     llm, _ = family

@@ -23,6 +23,8 @@ from examples.with_vllm import VllmModel, as_action
 from tests.conftest import TOYWORLD, local_engine
 from toyworld import world
 
+pytestmark = pytest.mark.long
+
 EMBED = ("embed", 0)
 
 

@@ -83,6 +83,7 @@ def engine_of(feed):
     return psutil.Process(feed._feeder.pid).children(recursive=True)
 
 
+@pytest.mark.long
 def test_a_process_feeds_the_same_rows_and_its_death_is_a_sentence(expected, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # `llm` is in this process
     engine = {"dtype": "float32", "max_model_len": 128, "enforce_eager": True, **MEMORY}

@@ -10,7 +10,7 @@ import torch
 
 import vllm_scope
 from tests.asking import counters
-from tests.conftest import local_engine
+from tests.conftest import local_engine, long_except
 from vllm_scope import (
     KL,
     Ablate,
@@ -103,7 +103,10 @@ MODES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("site", ["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"])
+@pytest.mark.parametrize(
+    "site",
+    long_except(["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"], "resid_post"),
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_cells_equal_hooks_and_single_requests(mode, site, llm, ref):
     """Three prompts of different lengths, one of them longer than a block of KV."""

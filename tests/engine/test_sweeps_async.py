@@ -135,6 +135,7 @@ def test_at_most_a_share_of_the_batch_is_cells(engine, loop):
     assert not errors
 
 
+@pytest.mark.long
 def test_a_sweep_yields_to_other_requests_while_they_run(engine, loop):
     """Two sweeps, and for some time a request."""
 
@@ -165,6 +166,7 @@ def test_a_sweep_yields_to_other_requests_while_they_run(engine, loop):
     assert errors == [{}, {}]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("num_tokens", "together"), [(yielding.TOKENS, 16), (1, 1)])
 def test_a_sweep_hears_of_other_front_ends_with_its_answers(
     num_tokens, together, engine, loop, monkeypatch
@@ -268,6 +270,7 @@ def test_an_error_of_the_callback_ends_the_sweep(engine, loop):
     assert not engine.output_processor.has_unfinished_requests()
 
 
+@pytest.mark.long
 def test_a_sweep_beside_drafts_fails_its_cells_alone(loop):
     """V1 returns no log-probabilities of named tokens with drafts."""
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}

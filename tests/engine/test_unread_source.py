@@ -103,6 +103,7 @@ def test_it_is_read_and_edited_where_numbers_prove_the_stream(llama, ref, tmp_pa
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layer", "options", "words"),
     [
@@ -113,10 +114,11 @@ def test_it_is_read_and_edited_where_numbers_prove_the_stream(llama, ref, tmp_pa
         pytest.param(
             CompiledApartLayer, TRACED, "the compiled graph does not compute what the model "
             "computes uncompiled: the row after layer 0 differs by", id="another-graph",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             PairLayer, {"enforce_eager": True}, "the model is not compiled as one graph",
-            id="without-compilation",
+            id="without-compilation", marks=pytest.mark.long,
         ),
     ],
 )  # fmt: skip
@@ -140,6 +142,7 @@ def test_a_site_that_numbers_do_not_prove_ends_the_start(llama, tmp_path):
         pass
 
 
+@pytest.mark.long
 def test_an_engine_with_monitors_does_not_start_without_taps(llama, tmp_path):
     """Otherwise the engine would start, and would refuse every request."""
     monitors = {"one": {"weight": [1.0], "layers": [0], "threshold": 0.5}}

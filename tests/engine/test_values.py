@@ -17,13 +17,14 @@ from tests.checkpoints import (
     reference,
     row_error,
 )
-from tests.conftest import local_engine
+from tests.conftest import local_engine, long_except
 from tests.engine.test_attention_sites import params
 from vllm_scope import Read, scope
 
 PROMPTS = [list(range(3, 90)), [7] * 5, list(range(400, 380, -1))]
 
 
+@pytest.mark.long
 def test_exaone_equals_the_llama_that_it_is(checkpoints, tmp_path):
     """transformers has no class for Exaone 3."""
     from tests.renamed import rename_to_exaone
@@ -49,7 +50,7 @@ def test_exaone_equals_the_llama_that_it_is(checkpoints, tmp_path):
                 assert row_error(output.scope[site, k], right[site]) <= 1e-4, (site, k)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", long_except(FAMILIES, "llama", "gemma2", "gpt2"))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_streams_equal_hugging_face(family, dtype, checkpoints):
     from vllm import SamplingParams

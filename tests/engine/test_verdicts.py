@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from tests.asking import rejects_drafts, run
-from tests.conftest import async_engine, local_engine, preempted_in, process_engine
+from tests.conftest import (
+    async_engine,
+    local_engine,
+    long_except,
+    preempted_in,
+    process_engine,
+)
 from tests.engine.probing import mlp, numbers, pool
 from tests.engine.test_edits import params
 from vllm_scope import Ema, Probe, Read, RollingMean, scope
@@ -68,7 +74,7 @@ def llm(llama):
         yield llm
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", long_except(KINDS, *list(KINDS)[:2]))
 def test_a_request_ends_one_token_after_the_one_whose_value_is_above_the_threshold(kind, llm):
     tried = []
     for prompt in MANY:
@@ -153,6 +159,7 @@ def test_two_probes_the_first_that_is_above_ends_it(llm):
     assert len(output.outputs[0].token_ids) == first + 2
 
 
+@pytest.mark.long
 def test_after_a_preemption_a_position_counts_once(llama):
     with local_engine(
         llama, dtype="float32", num_gpu_blocks_override=7, block_size=32, max_model_len=96,
@@ -200,6 +207,7 @@ def test_with_async_scheduling_nothing_of_the_step_in_flight_is_left(llama):
     assert beside.outputs[0].token_ids == whole.outputs[0].token_ids
 
 
+@pytest.mark.long
 @rejects_drafts
 def test_with_drafts_a_token_that_is_rejected_does_not_count(llama):
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
@@ -231,6 +239,7 @@ def test_what_stops_takes_whole_phases_and_a_threshold(llm):
             Probe(numbers(1, 128), **asked)
 
 
+@pytest.mark.long
 def test_the_text_has_every_token_of_a_stopped_request():
     from tests.conftest import TOYWORLD
 
@@ -245,6 +254,7 @@ def test_the_text_has_every_token_of_a_stopped_request():
         assert completion.text == llm.get_tokenizer().decode(completion.token_ids)
 
 
+@pytest.mark.long
 def test_a_stop_beside_steps_that_are_larger_than_the_arena_hangs_nothing(llama):
     """Those are drained tap by tap, and wait for room that the watch holds."""
     config = {"scope": {"sites": ["embed", "resid_post", "resid_mid"], "arena_mib": 0.3}}

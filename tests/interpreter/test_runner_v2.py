@@ -219,6 +219,7 @@ def test_idle_steps_do_nothing(llm):
         assert after[what] == before[what]
 
 
+@pytest.mark.long
 def test_preemption_and_recompute(llama, ref):
     with local_engine(
         llama, dtype="float32", num_gpu_blocks_override=7, block_size=32, max_model_len=96,
@@ -249,6 +250,7 @@ def test_states_with_drafts_are_those_without(llama, ref):
         torch.testing.assert_close(output.scope.scores["g"], seen[0], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.long
 def test_a_request_that_was_preempted_replays_its_states(llama, ref):
     with local_engine(
         llama, dtype="float32", num_gpu_blocks_override=7, block_size=32, max_model_len=96,
@@ -264,6 +266,7 @@ def test_a_request_that_was_preempted_replays_its_states(llama, ref):
         torch.testing.assert_close(output.scope.scores["g"], seen[0], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["per_request", "sharded"])
 def test_rows_in_files_are_those_in_memory(llama, tmp_path, layout):
     files = {"root": str(tmp_path), "layout": layout, "threads": 2}

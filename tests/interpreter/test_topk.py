@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.conftest import long_except
 from vllm_scope.worker.held_saes import GROUP
 from vllm_scope.worker.maxima import maxima
 from vllm_scope.worker.topk import MOST, MOST_GROUPS, fits, put_pairs
@@ -15,7 +16,10 @@ def features_of(products, bias, threshold):
     return features if threshold is None else features.masked_fill(features <= threshold, 0)
 
 
-@pytest.mark.parametrize(("num_groups", "count"), [(40, 17), (5, 3), (260, 32)])
+SIZES = [(40, 17), (5, 3), (260, 32)]
+
+
+@pytest.mark.parametrize(("num_groups", "count"), long_except(SIZES, (40, 17)))
 @pytest.mark.parametrize("thresholds", [True, False])
 def test_the_strongest_of_each_row(thresholds, num_groups, count):
     assert fits(num_groups, count)

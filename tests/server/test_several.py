@@ -30,6 +30,8 @@ from vllm_scope.client import ScopeClient
 from vllm_scope.compat.vllm_lens import VLLMLensClient, attention_patterns
 from vllm_scope.vectors import SteeringModule
 
+pytestmark = pytest.mark.long
+
 #: Vectors that the engine has room for: 0.05 MiB of 256 numbers.
 ROOM = 51
 RAMP = np.linspace(-1, 1, 256, dtype=np.float32)
@@ -68,7 +70,7 @@ def clients(server, count=12, **options):
             yield found
 
 
-@pytest.mark.parametrize("model", [pytest.param("adapted", marks=pytest.mark.long), "toyworld"])
+@pytest.mark.parametrize("model", ["adapted", "toyworld"])
 def test_an_adapters_requests_read_and_score_its_model(model, client, adapter, ref):
     out = client.complete(TEXT, *READS, PROBE, model=model, **OPTIONS)
     prompt_ids, ids = ids_of(out.raw["choices"][0], out.raw)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from vllm_scope.engine.worker.proving import agreed
 
 RANK = """
@@ -25,6 +27,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_a_rank_that_refuses_refuses_for_all(tmp_path):
     ranks = [
         subprocess.Popen(

@@ -103,6 +103,7 @@ def test_an_epoch_that_is_set_is_the_one_that_comes_after_those_before_it(captur
     assert torch.equal(torch.cat(list(other)), epochs[2])
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 80), st.integers(1, 90), st.booleans(), st.integers(1, 3))
 def test_a_loaded_state_goes_on_with_the_same_batches(captured, taken, size, shuffle, parts):

@@ -224,6 +224,7 @@ def test_where_the_driver_refuses_or_memory_is_short_a_graph_is_replayed_as_a_wh
     assert all(one == cuda.kernels for one in _replays(graph, cuda))
 
 
+@pytest.mark.long
 def test_a_graph_that_was_captured_is_freed_with_its_last_reference(cuda):
     graph = cuda.captured(SimpleNamespace(acting=None), [0, 1, 2, 3, 4])
     _replays(graph, cuda)

@@ -23,6 +23,8 @@ import vllm_scope
 from tests.recorded import harvest
 from vllm_scope.harvests.manifest import read_manifest
 
+pytestmark = pytest.mark.long
+
 #: Seconds between two looks, and the longest that a run may take before it is killed.
 LOOK_S, LONGEST_S = 0.0005, 60
 
@@ -79,13 +81,7 @@ def kill_at(dataset, out, long, num_changes, after_s):
     return alive
 
 
-@pytest.mark.parametrize(
-    ("long", "num_kills"),
-    [
-        ("pack", 3),
-        pytest.param("split", 20, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("long", "num_kills"), [("pack", 3), ("split", 20)])
 def test_a_harvest_that_is_killed_at_any_point_equals_one_that_is_not(long, num_kills, tmp_path):
     dataset, out = write_documents(tmp_path / "rows.jsonl"), tmp_path / "out"
     whole = harvest(dataset, tmp_path / "whole", long=long, id_column="id")

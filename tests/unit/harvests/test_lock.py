@@ -39,6 +39,7 @@ def refusal_in_process(root):
     return found.stderr.strip().rpartition("\n")[2]
 
 
+@pytest.mark.long
 def test_a_second_thread_is_refused_and_the_lock_stays(tmp_path):
     root, link = tmp_path / "a" / "rows", tmp_path / "link"
     with locked(str(root)):

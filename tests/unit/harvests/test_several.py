@@ -36,6 +36,8 @@ from vllm_scope.harvests.ray_pool import RayPool, room
 from vllm_scope.harvests.several import SeveralEngines
 from vllm_scope.harvests.shards import HashingPublisher
 
+pytestmark = pytest.mark.long
+
 LONGEST_S = 120
 
 
@@ -52,7 +54,7 @@ def wait_until(condition):
         time.sleep(0.002)
 
 
-@pytest.mark.parametrize("long", ["split", pytest.param("pack", marks=pytest.mark.long)])
+@pytest.mark.parametrize("long", ["split", "pack"])
 def test_two_engines_write_what_one_writes(long, tmp_path):
     dataset, log = write_documents(tmp_path / "rows.jsonl", 400), tmp_path / "log"
     whole = recorded.harvest(dataset, tmp_path / "one", long=long, id_column="id")

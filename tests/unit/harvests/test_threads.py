@@ -3,7 +3,11 @@ torch's threads, one for each core."""
 
 from __future__ import annotations
 
+import pytest
+
 from tests.torch_threads import threads_made_by
+
+pytestmark = pytest.mark.long
 
 #: Each makes torch's threads, if anything does. A process keeps them once they are made. numba
 #: imports scipy.linalg, whose OpenBLAS makes threads of its own, which wait: they are there before.

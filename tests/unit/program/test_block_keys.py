@@ -250,6 +250,7 @@ def test_blocks_for_which_there_is_no_room_have_the_same_keys(monkeypatch):
     assert 3000 < known.num_bytes <= 6000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "tokens",
     [
