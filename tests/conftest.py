@@ -85,8 +85,9 @@ def without_llvmlite() -> Iterator[None]:
 @contextmanager
 def process_engine(model: Path | str, **options: Any) -> Iterator[Any]:
     """An LLM as users start it: its own processes, compiled, async scheduling."""
-    from vllm import LLM
+    from vllm import LLM, envs
 
+    envs.disable_envs_cache()  # an engine in this process has stored the variables' values
     with without_llvmlite():
         llm = LLM(str(model), **({"max_model_len": 512} | MEMORY | options))
     try:

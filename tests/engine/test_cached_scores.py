@@ -92,6 +92,7 @@ def test_the_generated_tokens_of_one_turn_are_a_hit_of_the_next(llm, max_tokens)
         same(first.scope, second.scope)
 
 
+@pytest.mark.long
 def test_the_full_blocks_of_aborted_requests_are_hits_as_those_of_plain_ones_are(llm):
     engine, cached = llm.llm_engine, []
     probe = Probe(numbers(1, 128), layer=1, name="p")
@@ -148,6 +149,7 @@ def test_edited_tokens_have_scores_of_their_own(llm):
     assert not torch.allclose(plain.scope.scores["p"], second.scope.scores["p"])
 
 
+@pytest.mark.long
 def test_requests_that_read_or_pick_tokens_compute_theirs(llm):
     weight = numbers(1, 128)
     for actions in (
@@ -246,6 +248,7 @@ def test_with_drafts_and_processes_of_its_own(llama):
     same(exact.scope, second.scope)
 
 
+@pytest.mark.long
 def test_two_sites_of_one_boundary_keep_their_own_scores(llm):
     """`resid_post` of layer 0 and `resid_pre` of layer 1 are the same row without edits."""
     probes = [

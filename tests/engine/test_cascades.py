@@ -353,6 +353,7 @@ def test_chunks_preemption_and_the_prefix_cache_change_nothing(llama, llm):
         check(reading, tried[0][0])
 
 
+@pytest.mark.long
 def test_with_drafts_it_begins_where_the_longest_steps_would_end(llama):
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     prompt = [3, 4, 5] * 8

@@ -144,6 +144,7 @@ def test_a_site_of_experts_is_refused_for_a_dense_model_as_the_start_refuses_it(
     )
 
 
+@pytest.mark.long
 def test_a_site_inside_the_attention_is_whole_on_several_ranks():
     done = doctor(TOYWORLD, "--tensor-parallel-size", "2", "--sites", "q")
     assert done.returncode == 0, done.stdout
@@ -230,6 +231,7 @@ def test_a_question_without_an_answer_is_one_sentence(model, options, words, mon
     assert ".." not in done.stdout
 
 
+@pytest.mark.long
 def test_it_says_what_saes_and_lenses_take_of_a_device(tmp_path):
     digest = random_lens("named", [0, 1, 4], 256).save(tmp_path / "named")
     small = random_lens("small", [0], 8)

@@ -194,6 +194,7 @@ def test_chunks_and_prefix_hits_change_no_token_and_no_value(llama):
         same(found[0], one)
 
 
+@pytest.mark.long
 def test_preempted_requests_have_the_values_of_those_that_ran_alone(llama):
     ids = [range(i, i + 30) for i in (10, 50, 90)]
     with local_engine(
@@ -224,6 +225,7 @@ def test_drafts_and_several_completions(llama):
     same(found[0].outputs[0], found[1].outputs[0])
 
 
+@pytest.mark.long
 def test_compiled_and_with_other_processes(llama, ref):
     gate_at, edit_at = ("resid_post", 0), ("resid_post", 1)
     ask, mean = EDITS["add"]

@@ -211,6 +211,7 @@ def test_after_a_preemption_each_position_counts_once(llama):
     same(found, expected(asked))
 
 
+@pytest.mark.long
 def test_steps_that_are_drained_tap_by_tap(llama):
     """The arena holds the rows of one tap of the largest step, and not of two; what is computed
     again after a preemption comes in other parts."""
@@ -242,6 +243,7 @@ def test_rejected_drafts_are_not_added(llama, eager):
         same(vllm_scope.moments(llm), expected(asked))
 
 
+@pytest.mark.long
 def test_async_scheduling_adds_no_row_past_the_end():
     """Requests stop at a token while the next step is computed already."""
 

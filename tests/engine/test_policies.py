@@ -258,7 +258,6 @@ def test_each_completion_has_a_running_policy_of_its_own(llm):
         assert told == [(1, {"steer": 0.7}), (4, {})]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("actions", "sentence"),
     [
@@ -283,6 +282,7 @@ def test_what_cannot_be_is_refused_at_the_door(actions, sentence, llm):
     assert len(output.outputs[0].token_ids) == 2
 
 
+@pytest.mark.long
 def test_after_a_preemption_each_position_has_the_scale_that_it_had(llama, ref):
     with local_engine(
         llama, num_gpu_blocks_override=7, block_size=32, max_model_len=96, max_num_seqs=3, **OPTIONS

@@ -113,6 +113,7 @@ def test_aggregates_do_not_depend_on_chunks(chunk, llama):
         assert torch.allclose(whole, parts, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 def test_after_a_preemption_scores_and_aggregates_are_the_same(llama):
     with local_engine(
         llama, dtype="float32", num_gpu_blocks_override=7, block_size=32, max_model_len=96,

@@ -162,6 +162,7 @@ def test_under_ngram_speculation(llama, saes):
         check(output.scope, saes)
 
 
+@pytest.mark.long
 def test_two_ranks(llama, saes, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     with process_engine(
@@ -200,6 +201,7 @@ def test_encoders_that_are_too_large_are_refused_at_start(llama, saes):
         assert output.scope.status == "complete"
 
 
+@pytest.mark.long
 def test_the_toy_worlds_sae_in_a_stream():
     sae = load_sae(TOYWORLD / "sae")
 

@@ -291,6 +291,7 @@ def test_drafts_and_several_completions(llama, ref, fresh):
     same(found[0].outputs[0], found[1].outputs[0])
 
 
+@pytest.mark.long
 def test_compiled_and_with_other_processes(llama, ref):
     with process_engine(llama, dtype="float32", skip_tokenizer_init=True) as llm:
         (output,) = run(llm, [PROMPT], params(asked("pid"), **MORE))
@@ -321,7 +322,6 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("case", WRONG)
 def test_a_state_that_the_engine_cannot_have_is_refused(case, family):
     llm, _ = family
@@ -331,6 +331,7 @@ def test_a_state_that_the_engine_cannot_have_is_refused(case, family):
     run(llm, [PROMPT], params())
 
 
+@pytest.mark.long
 def test_a_request_waits_for_room_for_its_states_and_others_go_on(llama):
     config = {"scope": {"sites": ["resid_post"], "states_mib": 0.002}}
     with local_engine(llama, dtype="float32", additional_config=config) as llm:

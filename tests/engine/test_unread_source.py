@@ -103,7 +103,6 @@ def test_it_is_read_and_edited_where_numbers_prove_the_stream(llama, ref, tmp_pa
     )  # fmt: skip
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("layer", "options", "words"),
     [
@@ -132,6 +131,7 @@ def test_it_is_served_plainly_and_says_which_equality_failed(
     assert len(plain.outputs[0].token_ids) == 12
 
 
+@pytest.mark.long
 def test_a_site_that_numbers_do_not_prove_ends_the_start(llama, tmp_path):
     config = {"scope": {"sites": ["resid_post", "resid_mid"]}}
     words = "'resid_mid', which cannot be tapped on this model: PairLayer.* numbers prove only"

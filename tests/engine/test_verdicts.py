@@ -74,7 +74,7 @@ def llm(llama):
         yield llm
 
 
-@pytest.mark.parametrize("kind", long_except(KINDS, *list(KINDS)[:2]))
+@pytest.mark.parametrize("kind", long_except(KINDS, "score", "rolling"))
 def test_a_request_ends_one_token_after_the_one_whose_value_is_above_the_threshold(kind, llm):
     tried = []
     for prompt in MANY:
@@ -177,6 +177,7 @@ def test_after_a_preemption_a_position_counts_once(llama):
     assert preempted, "the cache was large enough; the test shows nothing"
 
 
+@pytest.mark.long
 def test_with_async_scheduling_nothing_of_the_step_in_flight_is_left(llama):
     """As users start it: its own process, async scheduling."""
 

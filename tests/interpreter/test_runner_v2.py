@@ -266,7 +266,6 @@ def test_a_request_that_was_preempted_replays_its_states(llama, ref):
         torch.testing.assert_close(output.scope.scores["g"], seen[0], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("layout", ["per_request", "sharded"])
 def test_rows_in_files_are_those_in_memory(llama, tmp_path, layout):
     files = {"root": str(tmp_path), "layout": layout, "threads": 2}
@@ -291,6 +290,7 @@ def test_rows_in_files_are_those_in_memory(llama, tmp_path, layout):
                 assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
+@pytest.mark.long
 def test_rows_inside_the_attention_and_of_what_is_added(llama, ref):
     sites = ["embed", "resid_post", *attention.SITES, *branches.SITES]
     with local_engine(
