@@ -45,19 +45,21 @@ else
 # Two parts at a time, which are what two cores carry, the longest first; then what measures time,
 # by itself. `make test` leaves out the tests marked long, `make test-all` leaves out nothing.
 MORE := ray openapi notebooks training images
-PARTS := engine-a engine-b unit $(if $(ALL),ray) server compat interpreter inspect browser \
+PARTS := $(if $(ALL),engine-a engine-b unit ray,unit engine-b engine-a) server compat interpreter inspect browser \
 	$(if $(ALL),openapi notebooks training images)
 TESTS := $(patsubst %,test-%,engine server compat unit interpreter inspect browser $(MORE))
 SHORT := $(if $(ALL),, and not long)
+# `make test` has the same examples each time, `make test-all` draws new ones: see tests/conftest.py.
+EXAMPLES := $(if $(ALL),--hypothesis-profile=new)
 # AGAIN: what runs pytest, see .ci/again.
-PYTEST = $(AGAIN) $(BIN)/python -m pytest -m "not alone$(SHORT)"
+PYTEST = $(AGAIN) $(BIN)/python -m pytest -m "not alone$(SHORT)" $(EXAMPLES)
 # The files of tests/engine in two halves that take equally long.
 ENGINE_A := $(wildcard tests/engine/test_[a-m]*.py)
 ENGINE_B := $(filter-out $(ENGINE_A),$(wildcard tests/engine/test_*.py))
 
 test: .venv/.ready
 	$(MAKE) --no-print-directory -j $(or $(JOBS),2) --output-sync=target $(PARTS:%=test-%)
-	$(AGAIN) $(BIN)/python -m pytest -m "alone$(SHORT)" tests/server tests/engine
+	$(AGAIN) $(BIN)/python -m pytest -m "alone$(SHORT)" $(EXAMPLES) tests/server tests/engine
 
 test-all:
 	$(MAKE) --no-print-directory test ALL=1
@@ -92,7 +94,7 @@ test-ray:
 test-notebooks:
 	PYTHONPATH=$(CURDIR)/.venv/notebooks $(PYTEST) tests/notebooks
 test-interpreter:
-	tests/interpreter/run.sh -m "not alone$(SHORT)"
+	tests/interpreter/run.sh -m "not alone$(SHORT)" $(EXAMPLES)
 endif
 
 lint: .venv/.ready

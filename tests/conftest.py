@@ -27,17 +27,29 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.checkpoints import TOLERANCE, make_checkpoint, reference
 
 #: The share of a CPU's memory that vLLM wants to find free, whatever it then takes.
 MEMORY = {"gpu_memory_utilization": 0.3}
+# Hypothesis's examples: `make test` has the same few each time, `make test-all` draws new ones, and
+# `--hypothesis-profile explore` draws many.
+settings.register_profile("same", max_examples=30, derandomize=True, deadline=None)
+settings.register_profile("new", max_examples=60, print_blob=True, deadline=None)
+settings.register_profile("explore", max_examples=1000, print_blob=True, deadline=None)
+settings.load_profile("same")
+
 TOYWORLD = Path(__file__).parent.parent / "toyworld" / "model"
 
 
 def long_except(values: Iterable[Any], *short: Any) -> list[Any]:
-    """The values as parameters. Tests with other values than `short` are marked long."""
-    return [pytest.param(one, marks=[] if one in short else pytest.mark.long) for one in values]
+    """The values as parameters. Tests with other values than `short` are marked long.
+    A tuple has the values of several parameters."""
+    found = list(values)
+    assert all(one in found for one in short), short
+    each = [(one if isinstance(one, tuple) else (one,), one in short) for one in found]
+    return [pytest.param(*one, marks=[] if keep else pytest.mark.long) for one, keep in each]
 
 
 @pytest.fixture(scope="session")
@@ -99,9 +111,11 @@ def process_engine(model: Path | str, **options: Any) -> Iterator[Any]:
 
 def async_engine(model: Path | str, **options: Any) -> Any:
     """An AsyncLLM, eager, on the running loop; the caller shuts it down."""
+    from vllm import envs
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    envs.disable_envs_cache()
     defaults = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, **MEMORY}
     return AsyncLLM.from_engine_args(AsyncEngineArgs(str(model), **(defaults | options)))
 

@@ -145,7 +145,6 @@ def test_preempted_requests_have_each_row_once(llama, ref):
         check(output.scope, prompt, output.outputs[0].token_ids, ref, [0, 2])
 
 
-@pytest.mark.long
 def test_a_model_that_adds_to_the_stream_inside_does_not_start(checkpoints):
     path, options = checkpoints("gpt2"), {"scope": {"sites": ["mlp_out"]}}
     words = r"sites has 'mlp_out', .*: GPT2Block adds to the stream inside"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.asking import rejects_drafts, run
-from tests.conftest import local_engine, preempted_in, process_engine
+from tests.conftest import local_engine, long_except, preempted_in, process_engine
 from tests.engine import probing
 from tests.engine.probing import READS, TOLERANCE, every_kind, numbers
 from tests.engine.test_edits import params
@@ -77,8 +77,7 @@ def test_a_block_without_scores_is_computed_again(llm):
     assert len(second.scope.scores["p"]) == 195
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("max_tokens", [43, 46, 60])
+@pytest.mark.parametrize("max_tokens", long_except([43, 46, 60], 43))
 def test_the_generated_tokens_of_one_turn_are_a_hit_of_the_next(llm, max_tokens):
     """With 43 tokens the last token that is computed fills a block. Requests that began together
     tell workers about their blocks in different steps, and most of them end before theirs."""
@@ -137,7 +136,6 @@ def test_other_probes_never_get_these_scores(llm):
     assert float(fourth.scope.aggregates["q"][-1]) == float(fourth.scope.scores["q"].max())
 
 
-@pytest.mark.long
 def test_edited_tokens_have_scores_of_their_own(llm):
     probes = [Probe(numbers(1, 128), layer=1, name="p")]
     add = Add(numbers(9, 128), layer=0, scale=3.0)
@@ -268,7 +266,6 @@ def test_two_sites_of_one_boundary_keep_their_own_scores(llm):
     probing.check(moved.scope, probes, TOLERANCE[torch.float32])
 
 
-@pytest.mark.long
 def test_after_a_reset_of_the_prefix_cache_no_old_score_is_delivered(llm):
     """vLLM resets it where the model's weights change."""
     asked = params(Probe(numbers(1, 128), layer=1, name="p"))

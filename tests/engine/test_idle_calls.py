@@ -12,7 +12,7 @@ import pytest
 from vllm import SamplingParams
 
 import vllm_scope
-from tests.conftest import TOYWORLD, local_engine
+from tests.conftest import TOYWORLD, local_engine, long_except
 from vllm_scope import Add, Probe, Read, scope
 from vllm_scope.engine import heap
 
@@ -67,8 +67,7 @@ SPECS = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("earlier", SPECS)
+@pytest.mark.parametrize("earlier", long_except(SPECS, "a read"))
 def test_a_step_of_plain_requests_makes_few_calls(llm, earlier):
     """Also after requests with taps have ended."""
     if SPECS[earlier] is not None:

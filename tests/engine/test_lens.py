@@ -242,7 +242,6 @@ def test_under_ngram_speculation(llama, ref):
         assert len(found[0]) == len(output.prompt_token_ids) + 39
 
 
-@pytest.mark.long
 def test_two_pipeline_stages_apply_it_on_the_last(llama, ref, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     with process_engine(

@@ -181,7 +181,6 @@ def test_rows_are_those_after_the_requests_edits(llm):
     same(vllm_scope.moments(llm), expected(asked))
 
 
-@pytest.mark.long
 def test_a_prompt_in_the_prefix_cache_is_computed_anew(llama):
     with local_engine(llama, dtype="float32", block_size=32, additional_config=CONFIG) as llm:
         run(llm, [prompt(2)], params())

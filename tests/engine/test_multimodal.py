@@ -16,8 +16,6 @@ from tests.matrix.checkpoint import NUM_LAYERS, config_of, make_checkpoint
 from tests.matrix.reference import record
 from vllm_scope import Read
 
-pytestmark = pytest.mark.long
-
 MODEL = "Qwen2AudioForConditionalGeneration"  # its processor needs no torchvision
 SOUND, RATE = 500, 16_000
 TEXT = list(range(3, 40))

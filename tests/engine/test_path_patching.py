@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 import vllm_scope
-from tests.conftest import local_engine
+from tests.conftest import local_engine, long_except
 from tests.engine.test_sweeps import texts
 from vllm_scope import LogitDifference, SpecError, Sweep
-
-pytestmark = pytest.mark.long
 
 SITES = [
     "embed", "resid_mid", "resid_post", "z", "q", "k", "v", "attn_out", "mlp_out", "attn_in",
@@ -92,7 +90,7 @@ class Paths:
         return slice(None) if head is None else slice(head * size, (head + 1) * size)
 
 
-@pytest.fixture(scope="module", params=["noising", "denoising"])
+@pytest.fixture(scope="module", params=long_except(["noising", "denoising"], "noising"))
 def pair(request):
     """(prompts, sources): noising runs the clean prompt, denoising the corrupted one."""
     return (CLEAN, CORRUPTED) if request.param == "noising" else (CORRUPTED, CLEAN)
@@ -104,25 +102,92 @@ TO_HEADS = [("q", 2, 1), ("q", 2, 3), ("k", 1), ("z", 2, 0)]
 @pytest.mark.parametrize(
     ("site", "receivers", "options"),
     [
-        pytest.param("resid_pre", "logits", {"positions": [3, -1]}, id="stream-to-logits"),
-        pytest.param("mlp_out", "logits", {"positions": [3, -1]}, id="mlp-to-logits"),
-        pytest.param("z", "logits", {"heads": "all", "positions": [-1]}, id="head-to-logits"),
-        pytest.param("v", "logits", {"positions": [4]}, id="values-to-later-positions"),
+        pytest.param(
+            "resid_pre",
+            "logits",
+            {"positions": [3, -1]},
+            id="stream-to-logits",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "mlp_out", "logits", {"positions": [3, -1]}, id="mlp-to-logits", marks=pytest.mark.long
+        ),
+        pytest.param(
+            "z",
+            "logits",
+            {"heads": "all", "positions": [-1]},
+            id="head-to-logits",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "v",
+            "logits",
+            {"positions": [4]},
+            id="values-to-later-positions",
+            marks=pytest.mark.long,
+        ),
         pytest.param("z", TO_HEADS, {"heads": [0, 2], "positions": [-1, 4]}, id="head-to-heads"),
-        pytest.param("k", [("v", 2), ("mlp_out", 1)], {"positions": [4]}, id="keys-to-two-kinds"),
-        pytest.param("attn_out", [("attn_out", 2)], {"positions": [4]}, id="attention"),
-        pytest.param("embed", [("mlp_out", 0), ("mlp_out", 2)], {"positions": [4]}, id="embed"),
-        pytest.param("mlp_out", [("resid_mid", 1)], {"positions": [-2]}, id="to-the-stream"),
-        pytest.param("z", [("q", 2)], {"heads": [1], "together": True}, id="all-positions"),
-        pytest.param("attn_in", "logits", {"positions": [4]}, id="what-the-attention-gets"),
-        pytest.param("mlp_in", "logits", {"positions": [-1]}, id="what-the-mlp-gets"),
-        pytest.param("mlp_out", [("attn_in", 1)], {"positions": [4]}, id="to-the-attention"),
-        pytest.param("attn_out", [("mlp_in", 1)], {"positions": [4]}, id="to-the-mlp"),
+        pytest.param(
+            "k",
+            [("v", 2), ("mlp_out", 1)],
+            {"positions": [4]},
+            id="keys-to-two-kinds",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "attn_out",
+            [("attn_out", 2)],
+            {"positions": [4]},
+            id="attention",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "embed",
+            [("mlp_out", 0), ("mlp_out", 2)],
+            {"positions": [4]},
+            id="embed",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "mlp_out",
+            [("resid_mid", 1)],
+            {"positions": [-2]},
+            id="to-the-stream",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "z",
+            [("q", 2)],
+            {"heads": [1], "together": True},
+            id="all-positions",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "attn_in",
+            "logits",
+            {"positions": [4]},
+            id="what-the-attention-gets",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "mlp_in", "logits", {"positions": [-1]}, id="what-the-mlp-gets", marks=pytest.mark.long
+        ),
+        pytest.param(
+            "mlp_out",
+            [("attn_in", 1)],
+            {"positions": [4]},
+            id="to-the-attention",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "attn_out", [("mlp_in", 1)], {"positions": [4]}, id="to-the-mlp", marks=pytest.mark.long
+        ),
         pytest.param(
             "resid_pre",
             [("attn_in", 1), ("q", 1, 0), ("mlp_in", 2)],
             {"positions": [4]},
             id="to-the-attention-and-a-head",
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -9,17 +9,15 @@ import torch
 
 from tests.asking import params, run
 from tests.checkpoints import NUM_LAYERS, make_checkpoint, reference
-from tests.conftest import process_engine
+from tests.conftest import long_except, process_engine
 from tests.lens import check_last_layer, check_layers
 from vllm_scope import Add, LensTopK, Read, scope
-
-pytestmark = pytest.mark.long
 
 VOCAB = 101
 PROMPTS = [list(range(5, 75)), list(range(60, 100))]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", long_except([1, 2], 1))
 def test_after_a_reload_everything_is_of_the_new_weights(
     ranks, tmp_path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -146,7 +146,6 @@ def test_preemption_and_recompute(llama, ref):
     check(outputs, ref)
 
 
-@pytest.mark.long
 @rejects_drafts
 def test_ngram_speculation_with_rejected_drafts(llama, ref):
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
@@ -171,7 +170,6 @@ def test_steps_larger_than_the_arena_are_drained_tap_by_tap(llama, ref):
     check(outputs, ref)
 
 
-@pytest.mark.long
 def test_configured_layers_only(llama, ref):
     from vllm_scope import SpecError
 

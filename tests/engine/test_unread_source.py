@@ -131,7 +131,6 @@ def test_it_is_served_plainly_and_says_which_equality_failed(
     assert len(plain.outputs[0].token_ids) == 12
 
 
-@pytest.mark.long
 def test_a_site_that_numbers_do_not_prove_ends_the_start(llama, tmp_path):
     config = {"scope": {"sites": ["resid_post", "resid_mid"]}}
     words = "'resid_mid', which cannot be tapped on this model: PairLayer.* numbers prove only"
@@ -142,7 +141,6 @@ def test_a_site_that_numbers_do_not_prove_ends_the_start(llama, tmp_path):
         pass
 
 
-@pytest.mark.long
 def test_an_engine_with_monitors_does_not_start_without_taps(llama, tmp_path):
     """Otherwise the engine would start, and would refuse every request."""
     monitors = {"one": {"weight": [1.0], "layers": [0], "threshold": 0.5}}

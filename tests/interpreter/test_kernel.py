@@ -34,7 +34,7 @@ SHAPES = {
 }
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None)
 @given(st.builds(dict, **SHAPES))
 def test_the_kernel_equals_the_definition(arguments):
     before = random_tap(**arguments)
@@ -43,7 +43,7 @@ def test_the_kernel_equals_the_definition(arguments):
     check(ran, before, outcome(before), twin)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None)
 @given(st.builds(dict, **SHAPES))
 def test_what_is_read_and_what_is_set_is_equal_bit_by_bit(arguments):
     before = random_tap(**arguments, codes=COPIES)
@@ -53,7 +53,7 @@ def test_what_is_read_and_what_is_set_is_equal_bit_by_bit(arguments):
     check(random_tap(**arguments, codes=COPIES).run(kernel.tap_rows), before, expected, twin)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None)
 @given(st.builds(dict, **SHAPES, codes=st.just(OVERFLOWING), huge=st.just(True)))
 def test_rows_that_overflow_are_reported_and_left_as_they_were(arguments):
     before = random_tap(**arguments)
@@ -63,7 +63,7 @@ def test_rows_that_overflow_are_reported_and_left_as_they_were(arguments):
     check(ran, before, outcome(before), twin)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None)
 @given(st.builds(dict, **SHAPES, codes=st.just(OVERFLOWING), huge=st.just(True)))
 def test_where_nobody_reads_faults_rows_that_overflow_go_on(arguments):
     ran, twin = (

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import httpx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
@@ -17,9 +17,7 @@ from tests.server.conftest import ADMIN_KEY
 from vllm_scope import Read
 from vllm_scope.request.media import BINARY
 
-FUZZ = settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+FUZZ = settings(max_examples=150, deadline=None)
 ADMIN = {"X-Scope-Admin-Key": ADMIN_KEY}
 GOOD = '{"reads": [{"site": "resid_post", "layers": [1], "tokens": "last"}]}'
 

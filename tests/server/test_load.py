@@ -15,7 +15,7 @@ from tests.server.test_answers import AsResult, check_scores, ids_of
 from vllm_scope import Probe, Read
 from vllm_scope.client import AsyncScopeClient
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.long]
 
 TEXT = "My father told me about the book Goldette. Happily, it was"
 PROBE = Probe(np.linspace(-1, 1, 256, dtype=np.float32), bias=0.5, layer=3, name="ramp")

@@ -1,27 +1,17 @@
-"""Hypothesis: the same examples every time, unless SCOPE_EXPLORE asks for many new ones.
-
-And the road to an inbox, which tests of results share.
-"""
+"""The road to an inbox, which tests of results share."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 from tests.unit.roads import Road
 from vllm_scope.results.inbox import Inbox
 from vllm_scope.transport.ring import HostRing
 from vllm_scope.transport.senders import SharedSender
-
-_ALWAYS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
-settings.register_profile("unit", max_examples=60, derandomize=True, **_ALWAYS)
-settings.register_profile("explore", max_examples=2000, print_blob=True, **_ALWAYS)
-settings.load_profile("explore" if os.environ.get("SCOPE_EXPLORE") else "unit")
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -36,8 +36,6 @@ from vllm_scope.harvests.ray_pool import RayPool, room
 from vllm_scope.harvests.several import SeveralEngines
 from vllm_scope.harvests.shards import HashingPublisher
 
-pytestmark = pytest.mark.long
-
 LONGEST_S = 120
 
 
@@ -54,6 +52,7 @@ def wait_until(condition):
         time.sleep(0.002)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("long", ["split", "pack"])
 def test_two_engines_write_what_one_writes(long, tmp_path):
     dataset, log = write_documents(tmp_path / "rows.jsonl", 400), tmp_path / "log"
@@ -72,6 +71,7 @@ def test_two_engines_write_what_one_writes(long, tmp_path):
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
 
+@pytest.mark.long
 def test_engines_that_are_killed_are_replaced_and_nothing_is_lost_or_doubled(tmp_path):
     dataset, out, log = write_documents(tmp_path / "rows.jsonl"), tmp_path / "out", tmp_path / "log"
     whole = recorded.harvest(dataset, tmp_path / "one", id_column="id")
@@ -115,6 +115,7 @@ def test_engines_that_are_killed_are_replaced_and_nothing_is_lost_or_doubled(tmp
     assert any(names for names, _ in seen)
 
 
+@pytest.mark.long
 def test_a_harvest_that_takes_answers_late_tells_each_context_once(tmp_path, monkeypatch):
     """Two answers of an engine may wait, and are then taken in any order."""
     told: Counter[bytes] = Counter()
@@ -140,6 +141,7 @@ class LateKilled(LoggedEngine):
         return False
 
 
+@pytest.mark.long
 def test_what_a_lost_engine_had_finished_and_not_told_is_counted(tmp_path):
     """Fewer contexts than wait for an engine: it tells of none before it is asked to finish."""
     make = partial(
@@ -154,6 +156,7 @@ def names_in(file) -> set[str]:
     return {request.name for request in vllm_scope.open(file)}
 
 
+@pytest.mark.long
 def test_a_harvest_that_is_killed_goes_on_with_what_its_engines_had_finished(tmp_path):
     dataset, out, log = write_documents(tmp_path / "rows.jsonl"), tmp_path / "out", tmp_path / "log"
     whole = recorded.harvest(dataset, tmp_path / "one", id_column="id")
@@ -207,6 +210,7 @@ def test_a_second_process_that_is_refused_leaves_what_engines_write(tmp_path):
     assert hidden.exists()
 
 
+@pytest.mark.long
 def test_a_document_that_kills_its_engine_ends_the_harvest_with_a_sentence(tmp_path):
     make = partial(LoggedEngine, str(tmp_path / "log"), killer="-33")
     texts = ["y" * 30] * 50
@@ -241,6 +245,7 @@ def fail(*args, **options):
     raise ZeroDivisionError("in a shard")
 
 
+@pytest.mark.long
 def test_shards_that_cannot_be_written_end_the_harvest_with_a_sentence(tmp_path):
     with pytest.raises(ScopeError, match=r"4 engines were lost .*ZeroDivisionError: in a shard"):
         harvest(["y" * 40] * 400, tmp_path / "out", Unwritable, 1)
@@ -321,6 +326,7 @@ harvest(["y" * 30] * 3000, "{0}/out", partial(with_a_process, "{0}", {1}))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("presses", [1, 3])
 @pytest.mark.parametrize("starts_s", [0, 1000], ids=["computing", "starting"])
 def test_ctrl_c_ends_the_processes_of_all_engines_with_the_command(starts_s, presses, tmp_path):
@@ -411,6 +417,7 @@ class Unsendable(RecordedEngine):
         return super().settings(reads) | {"lock": threading.Lock()}
 
 
+@pytest.mark.long
 def test_an_answer_that_cannot_be_read_or_sent_ends_its_call_with_a_sentence(tmp_path):
     with pytest.raises(ScopeError, match=r"an engine's answer cannot be read here \(.*'second'"):
         harvest(["one"], tmp_path / "out", Unreadable, 1)
@@ -451,6 +458,7 @@ def broken():
     raise ScopeError("vLLM cannot start recorded: no memory")
 
 
+@pytest.mark.long
 def test_engines_that_cannot_start_or_differ_are_refused(tmp_path):
     with pytest.raises(ScopeError, match="cannot start recorded: no memory"):
         harvest(["one"], tmp_path / "out", broken, 1)
