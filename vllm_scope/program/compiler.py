@@ -126,7 +126,11 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
     #: The points of each pair of a pick and a head. A dict drops equal points, because many probes
     #: can share one bank.
     reads: dict[tuple[int, Head | None], dict[int, None]] = {}
-    scored, scores = [], _scores(asked)
+    #: The picks of each bank that taps compute, by (bank, point). All picks of a bank are together.
+    #: Otherwise, the order of the operations of several banks would depend on the column, and equal
+    #: programs would be held several times.
+    scored: dict[tuple[Head | None, int], list[int]] = {}
+    scores = _scores(asked)
     edits = []
     made: dict[Hashable, tuple[Op, ...]] = {}
     gates = _gate_ops(asked)
@@ -137,7 +141,7 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
         if boundary_of_point(point) in here and drains:
             reads.setdefault((at, head), {})[point] = None
             if (head, point) in scores:
-                scored.append((at, point, scores[head, point]))
+                scored.setdefault((head, point), []).append(at)
     for _, group in groupby(asked.edits, _action_of):
         some = list(group)
         first = some[0]
@@ -149,7 +153,7 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
         tuple(starmap(Pick, picks)),
         tuple((at, tuple(points), head) for (at, head), points in reads.items()),
         tuple(edits), check if check in here else None, rows, asked.banks_on_rows(),
-        tuple(scored),
+        tuple((at, one[1], scores[one]) for one, picks in scored.items() for at in picks),
     )  # fmt: skip
 
 

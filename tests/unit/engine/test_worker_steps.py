@@ -154,6 +154,14 @@ def test_every_asked_row_comes_once_for_each_time_it_is_computed(schedule, num_s
         if label in due:
             continue
         key, kind, point, position = label
+        if any(one[::2] == (key, point) and one[3] == position for one in due):
+            # Another action names this row so. Who gets rows takes those that it asked for.
+            row = boundary_of_point(point)
+            assert any(
+                one[:2] == (key, kind) and one[3] == position and boundary_of_point(one[2]) == row
+                for one in due
+            )
+            continue
         assert kind == "row"
         assert (key, position) in may, f"nobody asked for {label}"
         for row in rows:
