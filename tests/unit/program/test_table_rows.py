@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -81,6 +81,17 @@ def asked(draw: Any) -> Spec:
     return replace(found, edits=tuple(edits))
 
 
+#: The last layer has numbers of two banks, and a token of the prompt picks them in another order.
+TWO_BANKS = Spec(
+    probes=(
+        Probe([V, V], layers=[0, 1], name="both", tokens="last_prompt"),
+        Probe(V, layer=0, name="first", threshold=1.0),
+        Probe(V, layer=1, name="later", after="first"),
+        Probe(V, layer=1, name="plain"),
+    )
+)
+
+
 @given(
     asked(),
     st.sampled_from([(), FEATURES]),
@@ -88,6 +99,7 @@ def asked(draw: Any) -> Spec:
     st.sampled_from([EVERYWHERE, (0, 1, 2), (2, 3), (4,)]),
     st.booleans(),
 )
+@example(TWO_BANKS, (), [0], EVERYWHERE, True)
 @pytest.mark.parametrize("few", [0, 1 << 20], ids=["at-once", "one-by-one"])
 def test_programs_made_at_once_are_those_built_one_by_one(
     few, spec, features, prompt, here, drains
