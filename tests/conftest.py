@@ -44,8 +44,8 @@ TOYWORLD = Path(__file__).parent.parent / "toyworld" / "model"
 
 
 def long_except(values: Iterable[Any], *short: Any) -> list[Any]:
-    """The values as parameters. Tests with other values than `short` are marked long.
-    A tuple has the values of several parameters."""
+    """The values for `parametrize`. Tests with other values than `short` are marked long. If a test
+    has several parameters, each value is a tuple with one item for each parameter."""
     found = list(values)
     assert all(one in found for one in short), short
     each = [(one if isinstance(one, tuple) else (one,), one in short) for one in found]
@@ -97,9 +97,8 @@ def without_llvmlite() -> Iterator[None]:
 @contextmanager
 def process_engine(model: Path | str, **options: Any) -> Iterator[Any]:
     """An LLM as users start it: its own processes, compiled, async scheduling."""
-    from vllm import LLM, envs
+    from vllm import LLM
 
-    envs.disable_envs_cache()  # an engine in this process has stored the variables' values
     with without_llvmlite():
         llm = LLM(str(model), **({"max_model_len": 512} | MEMORY | options))
     try:
@@ -111,11 +110,9 @@ def process_engine(model: Path | str, **options: Any) -> Iterator[Any]:
 
 def async_engine(model: Path | str, **options: Any) -> Any:
     """An AsyncLLM, eager, on the running loop; the caller shuts it down."""
-    from vllm import envs
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    envs.disable_envs_cache()
     defaults = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, **MEMORY}
     return AsyncLLM.from_engine_args(AsyncEngineArgs(str(model), **(defaults | options)))
 
@@ -131,6 +128,9 @@ def inside_this_process() -> Iterator[None]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+            # Otherwise the engine would store the values of all environment variables, and an
+            # engine that a test starts beside it would not see the variables of that test.
+            patch.setattr("vllm.v1.engine.core.enable_envs_cache", lambda: None)
             yield
     finally:
         cleanup_dist_env_and_memory()

@@ -99,99 +99,33 @@ def pair(request):
 TO_HEADS = [("q", 2, 1), ("q", 2, 3), ("k", 1), ("z", 2, 0)]
 
 
-@pytest.mark.parametrize(
-    ("site", "receivers", "options"),
-    [
-        pytest.param(
-            "resid_pre",
-            "logits",
-            {"positions": [3, -1]},
-            id="stream-to-logits",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "mlp_out", "logits", {"positions": [3, -1]}, id="mlp-to-logits", marks=pytest.mark.long
-        ),
-        pytest.param(
-            "z",
-            "logits",
-            {"heads": "all", "positions": [-1]},
-            id="head-to-logits",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "v",
-            "logits",
-            {"positions": [4]},
-            id="values-to-later-positions",
-            marks=pytest.mark.long,
-        ),
-        pytest.param("z", TO_HEADS, {"heads": [0, 2], "positions": [-1, 4]}, id="head-to-heads"),
-        pytest.param(
-            "k",
-            [("v", 2), ("mlp_out", 1)],
-            {"positions": [4]},
-            id="keys-to-two-kinds",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "attn_out",
-            [("attn_out", 2)],
-            {"positions": [4]},
-            id="attention",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "embed",
-            [("mlp_out", 0), ("mlp_out", 2)],
-            {"positions": [4]},
-            id="embed",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "mlp_out",
-            [("resid_mid", 1)],
-            {"positions": [-2]},
-            id="to-the-stream",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "z",
-            [("q", 2)],
-            {"heads": [1], "together": True},
-            id="all-positions",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "attn_in",
-            "logits",
-            {"positions": [4]},
-            id="what-the-attention-gets",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "mlp_in", "logits", {"positions": [-1]}, id="what-the-mlp-gets", marks=pytest.mark.long
-        ),
-        pytest.param(
-            "mlp_out",
-            [("attn_in", 1)],
-            {"positions": [4]},
-            id="to-the-attention",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "attn_out", [("mlp_in", 1)], {"positions": [4]}, id="to-the-mlp", marks=pytest.mark.long
-        ),
-        pytest.param(
-            "resid_pre",
-            [("attn_in", 1), ("q", 1, 0), ("mlp_in", 2)],
-            {"positions": [4]},
-            id="to-the-attention-and-a-head",
-            marks=pytest.mark.long,
-        ),
-    ],
-)
-def test_cells_equal_hooks_that_hold_all_other_branches(site, receivers, options, pair, llm, ref):
+#: What is swept: the site, the receivers, and the options of the sweep.
+CASES = {
+    "stream-to-logits": ("resid_pre", "logits", {"positions": [3, -1]}),
+    "mlp-to-logits": ("mlp_out", "logits", {"positions": [3, -1]}),
+    "head-to-logits": ("z", "logits", {"heads": "all", "positions": [-1]}),
+    "values-to-later-positions": ("v", "logits", {"positions": [4]}),
+    "head-to-heads": ("z", TO_HEADS, {"heads": [0, 2], "positions": [-1, 4]}),
+    "keys-to-two-kinds": ("k", [("v", 2), ("mlp_out", 1)], {"positions": [4]}),
+    "attention": ("attn_out", [("attn_out", 2)], {"positions": [4]}),
+    "embed": ("embed", [("mlp_out", 0), ("mlp_out", 2)], {"positions": [4]}),
+    "to-the-stream": ("mlp_out", [("resid_mid", 1)], {"positions": [-2]}),
+    "all-positions": ("z", [("q", 2)], {"heads": [1], "together": True}),
+    "what-the-attention-gets": ("attn_in", "logits", {"positions": [4]}),
+    "what-the-mlp-gets": ("mlp_in", "logits", {"positions": [-1]}),
+    "to-the-attention": ("mlp_out", [("attn_in", 1)], {"positions": [4]}),
+    "to-the-mlp": ("attn_out", [("mlp_in", 1)], {"positions": [4]}),
+    "to-the-attention-and-a-head": (
+        "resid_pre",
+        [("attn_in", 1), ("q", 1, 0), ("mlp_in", 2)],
+        {"positions": [4]},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", long_except(CASES, "head-to-heads"))
+def test_cells_equal_hooks_that_hold_all_other_branches(case, pair, llm, ref):
+    site, receivers, options = CASES[case]
     prompts, sources = pair
     sweep = Sweep(texts(sources), metric=METRIC, site=site, receivers=receivers, **options)
     table = vllm_scope.sweep(llm, texts(prompts), sweep, progress=False)

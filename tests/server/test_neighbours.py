@@ -28,6 +28,7 @@ import httpx
 import pytest
 
 from benchmarks.hostile import Hostile, hostile
+from tests.conftest import long_except
 from tests.server.conftest import API_KEY, OTHER_KEY, ROOT, Server, serving
 from tests.server.trouble import FAULT, installed
 from vllm_scope import Read, scope
@@ -247,14 +248,10 @@ def alone(ours: Server) -> tuple[Answer, float]:
 
 
 #: The first of each kind; the others are as these.
-FIRST = {*list(REQUESTS)[:4], *list(OTHERS)[:2]}
+FIRST, FIRST_OTHERS = list(REQUESTS)[:4], list(OTHERS)[:2]
 
 
-def named(*names: str) -> list[Any]:
-    return [pytest.param(name, marks=[] if name in FIRST else pytest.mark.long) for name in names]
-
-
-@pytest.mark.parametrize("name", named(*REQUESTS, *OTHERS))
+@pytest.mark.parametrize("name", long_except([*REQUESTS, *OTHERS], *FIRST, *FIRST_OTHERS))
 def test_a_plain_request_is_what_it_is_alone(name, ours, bare, alone):
     expected, usual = alone
     do = OTHERS[name] if name in OTHERS else partial(refused, REQUESTS[name]())
@@ -281,7 +278,7 @@ def test_a_plain_request_is_what_it_is_alone(name, ours, bare, alone):
     assert ours.at_rest()["requests"] == 0
 
 
-@pytest.mark.parametrize("name", named(*REQUESTS))
+@pytest.mark.parametrize("name", long_except(REQUESTS, *FIRST))
 def test_the_server_answers_as_one_that_only_reads_the_body(name, ours, bare):
     one = REQUESTS[name]()
     if not one.alike:

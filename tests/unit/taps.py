@@ -470,7 +470,7 @@ def _slack(x: Tensor, dtype: torch.dtype, is_copy: bool) -> Tensor:
     """Of a row: one unit in the last place, and float32's sums."""
     if is_copy:
         return torch.zeros(x.shape)
-    # Where another number is not finite, a finite one still has the slack of finite rows.
+    # Infinite numbers and NaNs do not change the slack of the row's other numbers.
     ulp, sums = torch.finfo(dtype).eps, 1e-5 * (float(x.nan_to_num(0, 0, 0).norm()) + 1)
     return (ulp * x.abs() + sums).float()
 

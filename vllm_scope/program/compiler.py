@@ -126,9 +126,9 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
     #: The points of each pair of a pick and a head. A dict drops equal points, because many probes
     #: can share one bank.
     reads: dict[tuple[int, Head | None], dict[int, None]] = {}
-    #: The picks of each bank that taps compute, by (bank, point). All picks of a bank are together.
-    #: Otherwise, the order of the operations of several banks would depend on the column, and equal
-    #: programs would be held several times.
+    #: By (bank, point), the picks of each bank that taps compute. The banks keep this order in all
+    #: programs. If the order depended on the column, two programs with the same operations could
+    #: differ, and each would take room in the tables.
     scored: dict[tuple[Head | None, int], list[int]] = {}
     scores = _scores(asked)
     edits = []

@@ -310,7 +310,8 @@ def test_workers_are_told_of_blocks_of_known_tokens_in_the_step_that_fills_them_
             if (told + 1) * SIZE <= known_then:
                 assert due == ["r"], "known tokens fill a block, and nobody looks"
             num_late = 0 if due else num_late + 1
-            # Known tokens that are up to two steps old make an estimate that is as late.
+            # With async scheduling, the known tokens can be two steps old. The index then estimates
+            # the step that fills the block up to two steps too late.
             most_late = TURNS - 1 + 2 * lag
             assert num_late <= most_late, "nobody tells workers about a block of generated tokens"
         for request in due:

@@ -81,7 +81,8 @@ def asked(draw: Any) -> Spec:
     return replace(found, edits=tuple(edits))
 
 
-#: The last layer has numbers of two banks, and a token of the prompt picks them in another order.
+#: The last layer has two banks. The last token of the prompt picks the first bank by "both". Other
+#: tokens pick this bank by "plain", after the second bank.
 TWO_BANKS = Spec(
     probes=(
         Probe([V, V], layers=[0, 1], name="both", tokens="last_prompt"),
